@@ -110,7 +110,8 @@ def tanh(x):
 def tile_order(index, tiles, heads, heads_at_once):
     """The (head, rank) of the index-th unit of work: rank 0 of some heads, rank 1 of these, ..., then the next heads.
 
-    Each head has `tiles` ranks, the longest tile first. A few heads at a time keep what they share in L2.
+    Each head has `tiles` ranks, the longest tile first. With a few heads at a time long and short tiles run side by
+    side, and what the tiles of a head share stays in L2.
     """
     first = index // (heads_at_once * tiles) * heads_at_once
     width, within = min(heads_at_once, heads - first), index % (heads_at_once * tiles)

@@ -43,8 +43,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     in float32.
     The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Their gradient is
     known up to a factor as soon as the loss is. So the forward makes dx and dW at once if a gradient is wanted, and
-    keeps them. The backward multiplies them by that factor in float32. dW is added up in float32. In float16 the
-    gradients of a long batch are kept up to 256 times larger than those of the mean, where float16 is exact.
+    keeps them. The backward multiplies them by that factor in float32. dW is added up in float32. They are
+    kept up to 256 times as large as the mean's, so that small ones do not become 0 in float16.
     TypeError for another dtype, ValueError for another shape.
     Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
     """

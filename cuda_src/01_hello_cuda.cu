@@ -15,8 +15,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o hello cuda_src/01_hello_cuda.cu
 // Run:      ./hello
-// No GPU:   python cuda_src/01_hello_cuda.py         (the same kernels, emulated and checked against PyTorch)
-// Check:    python -m lessonkit check 01_hello_cuda
+// No GPU:   python3 course.py run 01_hello_cuda      (the same kernels, emulated and checked against PyTorch)
+// Check:    python3 course.py check 01_hello_cuda
 #include <cooperative_groups.h>
 
 #include "course.cuh"

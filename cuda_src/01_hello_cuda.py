@@ -3,8 +3,8 @@
 The kernels are in 01_hello_cuda.cu. Every thread writes its coordinates, in the place that its number gives it. Here
 PyTorch computes the same table in the other direction, from the number to the coordinates, and the two must agree.
 
-Run it:    python cuda_src/01_hello_cuda.py
-Check it:  python -m lessonkit check 01_hello_cuda
+Run it:    python3 course.py run 01_hello_cuda
+Check it:  python3 course.py check 01_hello_cuda
 """
 
 from lessonkit import DEVICE, About, Lesson, Mutant, Unsupported, cuda

@@ -9,8 +9,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o vector_add cuda_src/02_vector_add.cu
 // Run:      ./vector_add                                  (checks every version, then times them all)
-// No GPU:   python cuda_src/02_vector_add.py              (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 02_vector_add
+// No GPU:   python3 course.py run 02_vector_add           (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 02_vector_add
 #include "course.cuh"
 
 constexpr int THREADS = 256;  // a block; 8 of them fill an SM's 2048 threads

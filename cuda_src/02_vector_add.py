@@ -4,9 +4,9 @@ The kernels and their predictions are in 02_vector_add.cu. This file wraps them 
 against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
 barrier and race.
 
-Run it:    python cuda_src/02_vector_add.py
-Check it:  python -m lessonkit check 02_vector_add
-Time it:   python -m lessonkit bench 02_vector_add
+Run it:    python3 course.py run 02_vector_add
+Check it:  python3 course.py check 02_vector_add
+Time it:   python3 course.py bench 02_vector_add
 """
 
 from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect

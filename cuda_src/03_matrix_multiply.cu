@@ -23,8 +23,8 @@
 //           cuda_src/03_matrix_multiply.cu -lcublas
 // Link:     cublas
 // Run:      ./matrix_multiply                             (checks every version, then times them all beside cuBLAS)
-// No GPU:   python cuda_src/03_matrix_multiply.py         (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 03_matrix_multiply
+// No GPU:   python3 course.py run 03_matrix_multiply      (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 03_matrix_multiply
 #include "course.cuh"
 
 // Where in C a block's tile begins. Grids are one-dimensional, tiles row after row: gridDim.y would end at 65,535.

@@ -4,9 +4,9 @@ The kernels and their predictions are in 03_matrix_multiply.cu. This file wraps 
 them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every
 address, barrier and race. `twin_shared` is v3 in NumPy, loop for loop and name for name, for a debugger.
 
-Run it:    python cuda_src/03_matrix_multiply.py
-Check it:  python -m lessonkit check 03_matrix_multiply
-Time it:   python -m lessonkit bench 03_matrix_multiply
+Run it:    python3 course.py run 03_matrix_multiply
+Check it:  python3 course.py check 03_matrix_multiply
+Time it:   python3 course.py bench 03_matrix_multiply
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, expect

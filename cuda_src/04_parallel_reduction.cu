@@ -13,8 +13,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o reduction cuda_src/04_parallel_reduction.cu
 // Run:      ./reduction                                  (checks every version, then times them all)
-// No GPU:   python cuda_src/04_parallel_reduction.py     (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 04_parallel_reduction
+// No GPU:   python3 course.py run 04_parallel_reduction  (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 04_parallel_reduction
 #include "course.cuh"
 
 constexpr int THREADS = 256;

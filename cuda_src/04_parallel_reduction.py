@@ -5,9 +5,9 @@ checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ bui
 every address, barrier and race.
 
 New words (GLOSSARY.md): bank conflict.
-Run it:    python cuda_src/04_parallel_reduction.py
-Check it:  python -m lessonkit check 04_parallel_reduction
-Time it:   python -m lessonkit bench 04_parallel_reduction
+Run it:    python3 course.py run 04_parallel_reduction
+Check it:  python3 course.py check 04_parallel_reduction
+Time it:   python3 course.py bench 04_parallel_reduction
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect

@@ -13,7 +13,7 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o overlap cuda_src/05_stream_overlap.cu
 // Run:      ./overlap                                     (checks every version, then times them all)
-// No GPU:   python cuda_src/05_stream_overlap.py          (the same code, emulated: streams run in turn)
+// No GPU:   python3 course.py run 05_stream_overlap       (the same code, emulated: streams run in turn)
 #include "course.cuh"
 
 #include <memory>

@@ -4,8 +4,8 @@ The versions and what they predict are in 05_stream_overlap.cu. Here x and y are
 the way between host and device; they are pinned where there is a GPU. The results are checked everywhere, and where
 there is a GPU also that overlap pays. The program itself prints the table of times.
 
-Run it:    python cuda_src/05_stream_overlap.py
-Check it:  python -m lessonkit check 05_stream_overlap
+Run it:    python3 course.py run 05_stream_overlap
+Check it:  python3 course.py check 05_stream_overlap
 Time it:   nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o overlap cuda_src/05_stream_overlap.cu && ./overlap
 """
 

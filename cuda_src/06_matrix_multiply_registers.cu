@@ -32,8 +32,8 @@
 //           cuda_src/06_matrix_multiply_registers.cu -lcublas
 // Link:     cublas
 // Run:      ./registers                                         (checks every version, then times them beside cuBLAS)
-// No GPU:   python cuda_src/06_matrix_multiply_registers.py    (the same kernels, emulated, checked against PyTorch)
-// Time it:  python -m lessonkit bench 06_matrix_multiply_registers
+// No GPU:   python3 course.py run 06_matrix_multiply_registers    (the same kernels, emulated, checked against PyTorch)
+// Time it:  python3 course.py bench 06_matrix_multiply_registers
 #include "06_pipelined.cuh"
 
 constexpr int BM = 128, BN = 128, BK = 8;  // a block's tile of C and its step through K, for v5 to v7

@@ -4,9 +4,9 @@ The kernels and their predictions are in 06_matrix_multiply_registers.cu. This f
 and checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches
 every address, barrier and race.
 
-Run it:    python cuda_src/06_matrix_multiply_registers.py
-Check it:  python -m lessonkit check 06_matrix_multiply_registers
-Time it:   python -m lessonkit bench 06_matrix_multiply_registers
+Run it:    python3 course.py run 06_matrix_multiply_registers
+Check it:  python3 course.py check 06_matrix_multiply_registers
+Time it:   python3 course.py bench 06_matrix_multiply_registers
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, cuda, expect
@@ -96,7 +96,13 @@ LESSON = Lesson(
             why="As above: the waits are what is left, and the next rung takes them away.",
         ),
         Prediction(rung=multiply_pipelined, at=LARGE, tflop_per_s=58),
-        Prediction(rung=multiply_wide, at=LARGE, times=1.03, over=multiply_pipelined),
+        Prediction(
+            rung=multiply_wide,
+            at=LARGE,
+            times=1.03,
+            over=multiply_pipelined,
+            why="Loads are no limit any more, and a scheduler has two warps, half of `multiply_pipelined`'s.",
+        ),
         Prediction(rung=multiply_one_block, at=LARGE, tflop_per_s=54),
     ),
     checks=(

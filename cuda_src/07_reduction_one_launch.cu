@@ -10,8 +10,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o reduction cuda_src/07_reduction_one_launch.cu
 // Run:      ./reduction                                     (checks every version, then times them all)
-// No GPU:   python cuda_src/07_reduction_one_launch.py     (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 07_reduction_one_launch
+// No GPU:   python3 course.py run 07_reduction_one_launch  (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 07_reduction_one_launch
 #include <cooperative_groups.h>
 
 #include "course.cuh"

@@ -4,9 +4,9 @@ The kernels and their predictions are in 07_reduction_one_launch.cu. This file w
 checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches
 every address, barrier and race.
 
-Run it:    python cuda_src/07_reduction_one_launch.py
-Check it:  python -m lessonkit check 07_reduction_one_launch
-Time it:   python -m lessonkit bench 07_reduction_one_launch
+Run it:    python3 course.py run 07_reduction_one_launch
+Check it:  python3 course.py check 07_reduction_one_launch
+Time it:   python3 course.py bench 07_reduction_one_launch
 """
 
 from functools import cache

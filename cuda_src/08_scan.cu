@@ -16,8 +16,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/08_scan.cu
 // Run:      ./scan                                  (checks every version, then times them all)
-// No GPU:   python cuda_src/08_scan.py                    (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 08_scan
+// No GPU:   python3 course.py run 08_scan                 (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 08_scan
 #include "scan_problem.cuh"
 
 namespace {

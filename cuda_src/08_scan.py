@@ -3,9 +3,9 @@
 The kernels and their predictions are in 08_scan.cu. This file wraps them as functions of tensors and checks them
 against torch.cumsum. How to scan across blocks in one pass is in 09_scan_one_pass.
 
-Run it:    python cuda_src/08_scan.py
-Check it:  python -m lessonkit check 08_scan
-Time it:   python -m lessonkit bench 08_scan
+Run it:    python3 course.py run 08_scan
+Check it:  python3 course.py check 08_scan
+Time it:   python3 course.py bench 08_scan
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect

@@ -15,8 +15,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/09_scan_one_pass.cu
 // Run:      ./scan                                  (checks every version, then times them all)
-// No GPU:   python cuda_src/09_scan_one_pass.py          (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 09_scan_one_pass
+// No GPU:   python3 course.py run 09_scan_one_pass       (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 09_scan_one_pass
 #include "scan_problem.cuh"
 #include "scan_tile.cuh"
 

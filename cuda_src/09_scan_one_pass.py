@@ -3,9 +3,9 @@
 The kernels and their predictions are in 09_scan_one_pass.cu. This file wraps them as functions of tensors and checks
 them against torch.cumsum. How one block scans is in 08_scan.
 
-Run it:    python cuda_src/09_scan_one_pass.py
-Check it:  python -m lessonkit check 09_scan_one_pass
-Time it:   python -m lessonkit bench 09_scan_one_pass
+Run it:    python3 course.py run 09_scan_one_pass
+Check it:  python3 course.py check 09_scan_one_pass
+Time it:   python3 course.py bench 09_scan_one_pass
 """
 
 from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect

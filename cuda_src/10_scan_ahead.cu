@@ -13,8 +13,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/10_scan_ahead.cu
 // Run:      ./scan                                        (checks every version, then times them all)
-// No GPU:   python cuda_src/10_scan_ahead.py             (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 10_scan_ahead
+// No GPU:   python3 course.py run 10_scan_ahead          (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 10_scan_ahead
 #include "scan_problem.cuh"
 #include "scan_tile.cuh"
 #include "copy_async.cuh"

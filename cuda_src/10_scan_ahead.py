@@ -3,9 +3,9 @@
 The kernels and their predictions are in 10_scan_ahead.cu. This file wraps them as functions of tensors and checks them
 against torch.cumsum. The look-back that they build on is in 09_scan_one_pass.
 
-Run it:    python cuda_src/10_scan_ahead.py
-Check it:  python -m lessonkit check 10_scan_ahead
-Time it:   python -m lessonkit bench 10_scan_ahead
+Run it:    python3 course.py run 10_scan_ahead
+Check it:  python3 course.py check 10_scan_ahead
+Time it:   python3 course.py bench 10_scan_ahead
 """
 
 from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect

@@ -19,8 +19,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o sort cuda_src/11_sort.cu
 // Run:      ./sort                                  (checks every version, then times them all)
-// No GPU:   python cuda_src/11_sort.py                    (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 11_sort
+// No GPU:   python3 course.py run 11_sort                 (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 11_sort
 #include "radix_keys.cuh"
 #include "sort_problem.cuh"
 

@@ -3,9 +3,9 @@
 The kernels and their predictions are in 11_sort.cu. This file wraps them as functions of tensors and checks them
 against torch.sort. The fast one is 12_onesweep.
 
-Run it:    python cuda_src/11_sort.py
-Check it:  python -m lessonkit check 11_sort
-Time it:   python -m lessonkit bench 11_sort
+Run it:    python3 course.py run 11_sort
+Check it:  python3 course.py check 11_sort
+Time it:   python3 course.py bench 11_sort
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, expect

@@ -19,8 +19,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o sort cuda_src/12_onesweep.cu
 // Run:      ./sort                                  (checks every version, then times them all)
-// No GPU:   python cuda_src/12_onesweep.py               (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 12_onesweep
+// No GPU:   python3 course.py run 12_onesweep            (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 12_onesweep
 #include "radix_keys.cuh"
 #include "sort_problem.cuh"
 

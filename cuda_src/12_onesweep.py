@@ -3,9 +3,9 @@
 The kernels and their predictions are in 12_onesweep.cu. This file wraps them as functions of tensors and checks them
 against torch.sort. The basic radix sort is in 11_sort.
 
-Run it:    python cuda_src/12_onesweep.py
-Check it:  python -m lessonkit check 12_onesweep
-Time it:   python -m lessonkit bench 12_onesweep
+Run it:    python3 course.py run 12_onesweep
+Check it:  python3 course.py check 12_onesweep
+Time it:   python3 course.py bench 12_onesweep
 """
 
 from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, case, cuda, expect

@@ -14,8 +14,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o transpose cuda_src/13_transpose.cu
 // Run:      ./transpose                             (checks every version, then times them all)
-// No GPU:   python cuda_src/13_transpose.py         (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 13_transpose
+// No GPU:   python3 course.py run 13_transpose      (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 13_transpose
 #include "course.cuh"
 
 constexpr int TILE = 32;  // a warp's width

@@ -4,9 +4,9 @@ The kernels and their predictions are in 13_transpose.cu. This file wraps them a
 against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
 barrier and race. The counts at the end of this file, sectors a request and wavefronts a shared access, are the lesson.
 
-Run it:    python cuda_src/13_transpose.py
-Check it:  python -m lessonkit check 13_transpose
-Time it:   python -m lessonkit bench 13_transpose
+Run it:    python3 course.py run 13_transpose
+Check it:  python3 course.py check 13_transpose
+Time it:   python3 course.py bench 13_transpose
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, cuda, expect

@@ -9,8 +9,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o softmax cuda_src/14_softmax.cu
 // Run:      ./softmax                                     (checks every version, then times them all)
-// No GPU:   python cuda_src/14_softmax.py                 (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 14_softmax
+// No GPU:   python3 course.py run 14_softmax              (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 14_softmax
 #include "softmax_pair.cuh"
 #include "softmax_problem.cuh"
 

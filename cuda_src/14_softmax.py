@@ -3,9 +3,9 @@
 The kernels and their predictions are in 14_softmax.cu. This file wraps them as functions of tensors and checks them
 against PyTorch. The next lesson, 15_softmax_lengths, reads a row once.
 
-Run it:    python cuda_src/14_softmax.py
-Check it:  python -m lessonkit check 14_softmax
-Time it:   python -m lessonkit bench 14_softmax
+Run it:    python3 course.py run 14_softmax
+Check it:  python3 course.py check 14_softmax
+Time it:   python3 course.py bench 14_softmax
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect

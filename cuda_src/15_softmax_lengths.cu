@@ -11,8 +11,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o softmax cuda_src/15_softmax_lengths.cu
 // Run:      ./softmax                                     (checks every version, then times them all)
-// No GPU:   python cuda_src/15_softmax_lengths.py        (emulated and checked against PyTorch; v6 needs its GPU)
-// Time it:  python -m lessonkit bench 15_softmax_lengths
+// No GPU:   python3 course.py run 15_softmax_lengths     (emulated and checked against PyTorch; v6 needs its GPU)
+// Time it:  python3 course.py bench 15_softmax_lengths
 #include "softmax_pair.cuh"
 #include "softmax_problem.cuh"
 

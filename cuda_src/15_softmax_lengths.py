@@ -4,9 +4,9 @@ The kernels and their predictions are in 15_softmax_lengths.cu. A row stays in t
 lanes, or of a cluster of blocks. The emulator has no clusters: those rungs run on an sm_90 GPU and are compiled
 anywhere.
 
-Run it:    python cuda_src/15_softmax_lengths.py
-Check it:  python -m lessonkit check 15_softmax_lengths
-Time it:   python -m lessonkit bench 15_softmax_lengths
+Run it:    python3 course.py run 15_softmax_lengths
+Check it:  python3 course.py check 15_softmax_lengths
+Time it:   python3 course.py bench 15_softmax_lengths
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Refusal, Unsupported, case, cuda, expect, needs

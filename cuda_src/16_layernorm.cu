@@ -12,8 +12,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm cuda_src/16_layernorm.cu
 // Run:      ./layernorm                                   (checks every version, then times them all)
-// No GPU:   python cuda_src/16_layernorm.py               (the same kernels, emulated and checked against PyTorch)
-// Time it:  python -m lessonkit bench 16_layernorm
+// No GPU:   python3 course.py run 16_layernorm            (the same kernels, emulated and checked against PyTorch)
+// Time it:  python3 course.py bench 16_layernorm
 #include "layernorm_problem.cuh"
 
 inline bool no_rows(int64_t M, int64_t N) {

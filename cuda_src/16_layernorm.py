@@ -3,9 +3,9 @@
 The kernels and their predictions are in 16_layernorm.cu. This file wraps them as functions of tensors and checks them
 against PyTorch. The next lesson, 17_layernorm_lengths, reads a row once; 18_layernorm_backward is the backward.
 
-Run it:    python cuda_src/16_layernorm.py
-Check it:  python -m lessonkit check 16_layernorm
-Time it:   python -m lessonkit bench 16_layernorm
+Run it:    python3 course.py run 16_layernorm
+Check it:  python3 course.py check 16_layernorm
+Time it:   python3 course.py bench 16_layernorm
 """
 
 import math

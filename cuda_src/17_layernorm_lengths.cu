@@ -11,8 +11,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm cuda_src/17_layernorm_lengths.cu
 // Run:      ./layernorm                                   (checks every version, then times them all)
-// No GPU:   python cuda_src/17_layernorm_lengths.py      (emulated and checked against PyTorch; v6 needs its GPU)
-// Time it:  python -m lessonkit bench 17_layernorm_lengths
+// No GPU:   python3 course.py run 17_layernorm_lengths   (emulated and checked against PyTorch; v6 needs its GPU)
+// Time it:  python3 course.py bench 17_layernorm_lengths
 #include "17_layernorm_registers.cuh"  // v4 and v5
 #include "layernorm_problem.cuh"
 

@@ -4,9 +4,9 @@ The kernels and their predictions are in 17_layernorm_lengths.cu. A row stays in
 lanes, or of a cluster of blocks. The emulator has no clusters: those rungs run on an sm_90 GPU and are compiled
 anywhere.
 
-Run it:    python cuda_src/17_layernorm_lengths.py
-Check it:  python -m lessonkit check 17_layernorm_lengths
-Time it:   python -m lessonkit bench 17_layernorm_lengths
+Run it:    python3 course.py run 17_layernorm_lengths
+Check it:  python3 course.py check 17_layernorm_lengths
+Time it:   python3 course.py bench 17_layernorm_lengths
 """
 
 import math

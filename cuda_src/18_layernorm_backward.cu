@@ -13,8 +13,8 @@
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm_backward
 //           cuda_src/18_layernorm_backward.cu
 // Run:      ./layernorm_backward                          (checks every version, then times them all)
-// No GPU:   python cuda_src/18_layernorm_backward.py     (emulated and checked against PyTorch; v3 needs its GPU)
-// Time it:  python -m lessonkit bench 18_layernorm_backward
+// No GPU:   python3 course.py run 18_layernorm_backward  (emulated and checked against PyTorch; v3 needs its GPU)
+// Time it:  python3 course.py bench 18_layernorm_backward
 #include "18_layernorm_backward.cuh"  // v1, and what a thread does with its columns
 
 #ifndef COURSE_EMULATED

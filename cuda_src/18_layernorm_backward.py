@@ -4,9 +4,9 @@ The kernels and their predictions are in 18_layernorm_backward.cu. This file wra
 checks them against PyTorch. With the forward of the reference they are one differentiable op. The emulator has no
 clusters: those rungs run on an sm_90 GPU and are compiled anywhere.
 
-Run it:    python cuda_src/18_layernorm_backward.py
-Check it:  python -m lessonkit check 18_layernorm_backward
-Time it:   python -m lessonkit bench 18_layernorm_backward
+Run it:    python3 course.py run 18_layernorm_backward
+Check it:  python3 course.py check 18_layernorm_backward
+Time it:   python3 course.py bench 18_layernorm_backward
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, Prediction, Refusal, Unsupported, case, cuda, expect, needs

@@ -20,8 +20,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention cuda_src/19_flash_attention_v1.cu
 // Run:      ./flash_attention
-// No GPU:   python cuda_src/19_flash_attention_v1.py
-// Time it:  python -m lessonkit bench 19_flash_attention_v1
+// No GPU:   python3 course.py run 19_flash_attention_v1
+// Time it:  python3 course.py bench 19_flash_attention_v1
 #include "19_attention_mma.cuh"
 #include "19_attention_register.cuh"
 #include "course.cuh"

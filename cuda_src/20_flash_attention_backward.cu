@@ -25,8 +25,8 @@
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention_backward
 //           cuda_src/20_flash_attention_backward.cu
 // Run:      ./flash_attention_backward
-// No GPU:   python cuda_src/20_flash_attention_backward.py
-// Time it:  python -m lessonkit bench 20_flash_attention_backward
+// No GPU:   python3 course.py run 20_flash_attention_backward
+// Time it:  python3 course.py bench 20_flash_attention_backward
 #include "20_attention_mma.cuh"
 #include "course.cuh"
 

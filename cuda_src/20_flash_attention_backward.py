@@ -4,9 +4,9 @@ The kernels and their predictions are in 20_flash_attention_backward.cu and 20_a
 as functions of tensors and checks them against PyTorch. With the forward of course_ops they are one differentiable op,
 which is checked against float64 autograd.
 
-Run it:    python cuda_src/20_flash_attention_backward.py
-Check it:  python -m lessonkit check 20_flash_attention_backward
-Time it:   python -m lessonkit bench 20_flash_attention_backward
+Run it:    python3 course.py run 20_flash_attention_backward
+Check it:  python3 course.py check 20_flash_attention_backward
+Time it:   python3 course.py bench 20_flash_attention_backward
 """
 
 import math

@@ -18,7 +18,7 @@
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o multi_gpu
 //           cuda_src/21_multi_gpu.cu -lnccl   (leave -lnccl out without nccl.h)
 // Run:      ./multi_gpu            (2 to 8 GPUs: checked, then timed; with one: the same kernels, ranks that share it)
-// No GPU:   python cuda_src/21_multi_gpu.py          (2 to 8 ranks in one memory, emulated and checked against PyTorch)
+// No GPU:   python3 course.py run 21_multi_gpu       (2 to 8 ranks in one memory, emulated and checked against PyTorch)
 // Link:     nccl
 #include "21_ring.cuh"
 

@@ -8,8 +8,8 @@ Between two H200 a copy stays below the link's rate, because packets have header
 enough of them are in flight. For large n the ring with flags is ahead of NCCL. For small n the launches and the latency
 of each message decide, and the version with the fewest messages is the fastest.
 
-Run it:    python cuda_src/21_multi_gpu.py
-Check it:  python -m lessonkit check 21_multi_gpu
+Run it:    python3 course.py run 21_multi_gpu
+Check it:  python3 course.py check 21_multi_gpu
 Time it:   the compile and run lines at the top of 21_multi_gpu.cu, with 2 GPUs
 """
 

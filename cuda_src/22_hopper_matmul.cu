@@ -17,8 +17,8 @@
 //           cuda_src/22_hopper_matmul.cu
 //           (-arch=sm_80 for an A100: v2 and v3 then refuse to run)
 // Run:      ./hopper_matmul
-// Check:    python -m lessonkit check 22_hopper_matmul
-// Time it:  python -m lessonkit bench 22_hopper_matmul
+// Check:    python3 course.py check 22_hopper_matmul
+// Time it:  python3 course.py bench 22_hopper_matmul
 #include "mma.cuh"  // ldmatrix, mma.sync, and what the emulator does for them
 #include "matmul.cuh"
 
@@ -180,7 +180,7 @@ __global__ __launch_bounds__(128) void matmul_wgmma_kernel(const __grid_constant
                                   b_from + i * DESCRIPTOR_16_COLUMNS, i > 0 || step > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        __syncthreads();  // all four warps' wgmma have read the tiles: thread 0 may have them overwritten
+        __syncthreads();  // all have waited: thread 0 may have the tiles overwritten; v3 has one thread wait
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) matmul::store_rows<WGMMA_TILE>(d[half], c, row0 + 64 * half, col0, m, n);
@@ -199,7 +199,8 @@ void matmul_wgmma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, i
 // rows of a 128x256 tile. Between them is a ring of 4 stages (48 KB each). The producer waits until a stage is `empty`,
 // the consumers until it is `full`. Neither waits while the ring has stages of both kinds. The producer needs few
 // registers. So setmaxnreg gives most of its registers to the consumers, whose threads have 128 accumulators each. A
-// consumer keeps one wgmma group in flight while it releases the stage of the group before.
+// consumer keeps one wgmma group in flight while it releases the stage of the group before. One thread's wait is enough
+// for that: a wgmma group is of all four warps (PTX ISA, wgmma.commit_group). CUTLASS signals from one thread, too.
 //
 //     producer     load 0   load 1   load 2   load 3   wait empty 0   load 4 ...
 //     consumers             wait full 0   multiply 0   multiply 1, release 0   multiply 2, release 1 ...

@@ -5,9 +5,9 @@ functions of tensors and checks them against PyTorch. On a GPU nvcc builds all o
 mma.sync, and the emulator watches every address, barrier and race. The rungs that need Hopper are compiled there, and
 their machine code is checked.
 
-Run it:    python cuda_src/22_hopper_matmul.py
-Check it:  python -m lessonkit check 22_hopper_matmul
-Time it:   python -m lessonkit bench 22_hopper_matmul
+Run it:    python3 course.py run 22_hopper_matmul
+Check it:  python3 course.py check 22_hopper_matmul
+Time it:   python3 course.py bench 22_hopper_matmul
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, cuda, expect, needs

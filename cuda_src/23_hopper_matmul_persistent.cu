@@ -5,8 +5,8 @@
 // within a tile the tensor cores never wait. At M = N = K = 8192 they have 1.1 TFLOP to do: 1.4 to 1.6 ms at the 700
 // to 800 TFLOP/s that an H200's 700 W sustain. An SM multiplies a 128x256 tile in 65,536 cycles at K = 4096. So each
 // 1000 cycles of a tile's prologue or epilogue cost 1.5%, and each byte moved costs power that the multiplication
-// could have had. Rung v4 removes the prologues and epilogues, v5 a third of the loads; the bar is the speed of
-// cuBLAS.
+// could have had. Rung v4 hides the prologues and most of each epilogue. v5 removes a third of the loads. The bar is
+// the speed of cuBLAS.
 //
 // Sources: CUTLASS, sm90 kernels (warp-specialised persistent cooperative) and their pipeline; Shah et al.,
 // FlashAttention-3 (2024), 2.2; P. Shankhdhar, fast.cu (2024); PTX ISA, "Asynchronous Warpgroup Level Matrix
@@ -14,8 +14,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda_src/include -o persistent cuda_src/23*.cu
 // Run:      ./persistent
-// Check:    python -m lessonkit check 23_hopper_matmul_persistent
-// Time it:  python -m lessonkit bench 23_hopper_matmul_persistent
+// Check:    python3 course.py check 23_hopper_matmul_persistent
+// Time it:  python3 course.py bench 23_hopper_matmul_persistent
 #include "matmul.cuh"
 
 using matmul::bf16;
@@ -67,8 +67,8 @@ using matmul::BK, matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 // The ring continues from tile to tile, so that the producer is up to 4 steps into the next tile while the consumers
 // store this one. The result goes through shared memory, in panels of 64x64. Swizzled stores by stmatrix have no bank
 // conflicts. TMA takes whole 128-byte rows from there, and the threads go on as soon as it has read them. Predicted: a
-// tile's epilogue costs the conversion and 4 panels, about 1500 cycles of 64 K at K = 4096. Its prologue costs nothing
-// any more: 5% more than v3's 600 to 700 TFLOP/s, and a larger gain where K is small.
+// tile's epilogue costs the conversion and 4 panels, about 1500 of a tile's 65,536 cycles at K = 4096. Its prologue
+// costs nothing any more: 5% more than v3's 600 to 700 TFLOP/s, and a larger gain where K is small.
 //
 // v5. New: clusters (marked so below). The two blocks of a cluster work on tiles one above the other, which need the
 // same B. Each block loads half of it and TMA delivers it to both (multicast): 32 KB per block and step from L2 instead
@@ -182,7 +182,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
             for (int p = 0; p < P::HALVES * P::N / 64; p++) {
                 const int h = p / (P::N / 64), q = p % (P::N / 64);
                 bf16* panel = s.c[warpgroup][p % P::PANELS];
-                if (thread == 0) store_wait_read<P::PANELS - 1>();  // the copy engine has read what was here before
+                if (thread == 0) store_wait_read<P::PANELS - 1>();  // TMA has read what was here before
                 named_sync<128>(1 + warpgroup);
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
@@ -212,7 +212,8 @@ void persistent(const bf16* a, int64_t a_pitch, const bf16* b, int64_t b_pitch, 
     const CUtensorMap c_map = tensor_map(c, m, n, c_pitch, 64);
     const int64_t tiles_m = course::ceil_div(m, P::M * P::CM), tiles_n = course::ceil_div(n, P::N * P::CN);
     // Rounds that the tiles take, and no more clusters than these need. At 4096 cubed 64 of 66 clusters take 4 rounds
-    // as well. Two clusters that work in some rounds only would make the others' clocks slower.
+    // as well. The two extra clusters would have no work in the last round, but would use power in the others, and so
+    // lower the clock of all.
     const int64_t tiles = tiles_m * tiles_n, rounds = course::ceil_div(tiles, course::sms() / P::CLUSTER);
     const int64_t clusters = course::ceil_div(tiles, rounds);
     const auto kernel = matmul_persistent_kernel<P>;

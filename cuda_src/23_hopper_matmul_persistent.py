@@ -5,9 +5,9 @@ x @ w.T in bf16 with fp32 sums, at the speed of cuBLAS. The kernels and their pr
 GPU only the schedule runs, in the emulator. The rungs that need Hopper are compiled, and their machine code is
 checked.
 
-Run it:    python cuda_src/23_hopper_matmul_persistent.py
-Check it:  python -m lessonkit check 23_hopper_matmul_persistent
-Time it:   python -m lessonkit bench 23_hopper_matmul_persistent
+Run it:    python3 course.py run 23_hopper_matmul_persistent
+Check it:  python3 course.py check 23_hopper_matmul_persistent
+Time it:   python3 course.py bench 23_hopper_matmul_persistent
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, cuda, expect, needs

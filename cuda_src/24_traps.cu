@@ -15,7 +15,7 @@
 // Run:      ./traps                               (every fixed form, checked; and the list of names)
 //           ./traps missing_barrier_broken        (one form, to see what a GPU shows)
 //           compute-sanitizer --tool racecheck ./traps missing_barrier_broken      (-lineinfo: it names the line)
-// No GPU:   python cuda_src/24_traps.py           (emulated: each broken form is caught, each fixed one is right)
+// No GPU:   python3 course.py run 24_traps        (emulated: each broken form is caught, each fixed one is right)
 #include <cuda_pipeline.h>
 
 #include "course.cuh"

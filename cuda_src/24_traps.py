@@ -6,7 +6,7 @@ compute-sanitizer does, where its tools reach. Two traps are out of their reach 
 
 Predict before you run: which of the broken kernels stop with an error, and which print a wrong number, or a right one?
 You will learn: what each error looks like, which tool finds it, and the words it says.
-Run it:    python cuda_src/24_traps.py
+Run it:    python3 course.py run 24_traps
 By hand:   the compile line at the top of 24_traps.cu, then `./traps past_the_end_broken`, alone and under a tool
 """
 

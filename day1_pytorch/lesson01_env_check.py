@@ -6,8 +6,8 @@ missing, and which command installs it. It writes day1_pytorch/day1_env_check.md
 ignores. tests/test_doctor.py takes away one part of a machine at a time and shows the message.
 
 You will learn: how to read nvidia-smi, which versions must fit each other, and which day needs what.
-Run it:     python day1_pytorch/lesson01_env_check.py
-In brief:   python -m lessonkit doctor
+Run it:     python3 course.py run lesson01_env_check
+In brief:   python3 course.py doctor
 """
 
 from functools import cache

@@ -10,7 +10,7 @@ this, a pointer and strides, so a kernel's author has to know them.
 
 You will learn: views and copies, what a layout costs, broadcasting, dtypes, seeds and the order of a sum, and what
 "asynchronous" means on a GPU. Each step states a fact and asserts it.
-Run it:    python day1_pytorch/lesson02_tensors.py
+Run it:    python3 course.py run lesson02_tensors
 """
 
 import math

@@ -7,7 +7,7 @@ and few saved bytes.
 
 You will learn: in-place changes and version counters, a tape in 30 lines, the graph, what is saved for backward,
 custom functions and gradcheck, Module state and hooks. Each step states a fact and asserts it.
-Run it:    python day1_pytorch/lesson03_autograd.py
+Run it:    python3 course.py run lesson03_autograd
 """
 
 import io

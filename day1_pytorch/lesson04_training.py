@@ -6,8 +6,8 @@ epochs, it names more than 95% of 360 other digits. Lesson 10 measures what a st
 learns.
 
 You will learn: data on the device, the loop, what keeps the host from waiting, and how to tell that it learns.
-Run it:    python day1_pytorch/lesson04_training.py
-Train:     python day1_pytorch/lesson04_training.py --data mnist --model cnn --epochs 5
+Run it:    python3 course.py run lesson04_training
+Train:     .venv/bin/python day1_pytorch/lesson04_training.py --data mnist --model cnn --epochs 5
 """
 
 import math

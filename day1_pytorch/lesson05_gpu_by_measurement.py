@@ -16,7 +16,7 @@ warp or from several, and an SM with its four schedulers needs 16. With fewer, l
 arithmetic does.
 
 You will learn: why a block is a multiple of 32, why a grid is a multiple of the SMs, what a barrier and a launch cost.
-Run it:    python day1_pytorch/lesson05_gpu_by_measurement.py
+Run it:    python3 course.py run lesson05_gpu_by_measurement
 Without a GPU every kernel is checked in the interpreter, and the committed figures of a GPU are shown.
 Memory is measured in lesson09_memory_by_measurement.
 """

@@ -8,7 +8,7 @@ roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is it
 New words (GLOSSARY.md): occupancy.
 You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
 bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
-Run it:    python day1_pytorch/lesson06_profiler.py
+Run it:    python3 course.py run lesson06_profiler
 Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
 """
 
@@ -116,6 +116,7 @@ def trace():
     seen = _profile()
     path = ROOT / "reports" / "traces" / f"{device.name()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # profile(..., with_stack=True) also records the line of Python behind each operator, at more time on the host.
     seen.export_chrome_trace(str(path))
     spans = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     label = next(e for e in spans if e["name"] == "mlp" and e["cat"] == "user_annotation")

@@ -11,8 +11,8 @@ Then every rank takes the same step, so equal parameters stay equal and are neve
 
 You will learn: ranks and process groups, the ring, DistributedDataParallel (what it sends and when), no_sync, uneven
 batches, DistributedSampler, what FSDP saves and what it costs.
-Run it:    python day1_pytorch/lesson07_distributed.py
-As ranks:  python -m torch.distributed.run --standalone --nproc-per-node 2 day1_pytorch/lesson07_distributed.py
+Run it:    python3 course.py run lesson07_distributed
+As ranks:  .venv/bin/torchrun --standalone --nproc-per-node 2 day1_pytorch/lesson07_distributed.py
 """
 
 import contextlib

@@ -7,7 +7,7 @@ schema (types, and which inputs change), a fake (shapes without data), a backwar
 torch.library.opcheck reports a declaration that is wrong.
 
 You will learn: torch.library.custom_op, register_fake, register_autograd, opcheck, mutates_args, triton_op.
-Run it:    python day1_pytorch/lesson08_custom_op.py
+Run it:    python3 course.py run lesson08_custom_op
 """
 
 from contextlib import contextmanager

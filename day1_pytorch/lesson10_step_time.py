@@ -12,7 +12,7 @@ the CPU is faster, and a GPU needs fewer launches there, not faster arithmetic.
 
 You will learn: to predict the batch from which the GPU is faster than the CPU, and what TF32, bf16 autocast,
 torch.compile and CUDA graphs each change. Writes the last part of day1_env_check.md.
-Run it:    python day1_pytorch/lesson10_step_time.py
+Run it:    python3 course.py run lesson10_step_time
 """
 
 import contextlib

@@ -45,7 +45,7 @@ New words (GLOSSARY.md): kernel, launch, program, grid, block, pointer, stride, 
 SM, register, HBM, interpreted.
 You will be able to: say which elements a program owns, and read the first lines of any Triton kernel.
 You need: PyTorch. No GPU: without one, Triton's interpreter runs the programs one after another, in Python.
-Run it:    python day2_triton_basics/lesson00_program_and_block.py
+Run it:    python3 course.py run lesson00_program_and_block
 
 Answer before you run it. How many programs do ten elements in blocks of 8 need, and how many positions of the last
 block have no element?
@@ -100,7 +100,7 @@ def a_tensor_arrives_as_a_pointer():
 
 @triton.jit
 def owner_kernel(offsets_ptr, mask_ptr, n, BLOCK: tl.constexpr):  # offsets, mask: [programs, BLOCK]
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # tl.arange(0, 4) is [0, 1, 2, 3]
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # tl.arange(0, 4) gives the block [0, 1, 2, 3]
     mask = offsets < n
     tl.store(offsets_ptr + offsets, offsets)  # no mask here: both tables have room for all 12
     tl.store(mask_ptr + offsets, mask.to(tl.int32))

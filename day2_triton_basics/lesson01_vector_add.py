@@ -6,7 +6,7 @@ On an H200 a copy reaches 4.2 TB/s. At that rate n = 2^28 in bf16 (2 bytes each,
 Memory moves in sectors of 32 bytes. A thread can load up to 16 bytes with one instruction. A program has 4 warps, 128
 threads, unless num_warps says otherwise, and the compiler spreads the elements of a block over them:
 
-    rung           block    per thread and tensor in bf16
+    the rung       block    per thread and tensor in bf16
     add_element        1    1 thread of 32 has 2 bytes; 30 of the 32 bytes of its sector are not used
     add_block        128    1 element, 2 bytes; the 32 threads of a warp use 2 whole sectors
     add_wide        1024    8 elements, 16 bytes with one instruction; a warp uses 16 whole sectors
@@ -15,9 +15,9 @@ New words (GLOSSARY.md): sector, coalesced access, latency, bandwidth, bytes in 
 You will be able to: write a kernel with program ids, offsets and masks; say how wide its accesses are.
 You need: lesson 0 (programs, blocks, masks). `LESSON`, at the end, declares what the tests check: skip it at the first
 reading.
-Run it:    python day2_triton_basics/lesson01_vector_add.py
-Check it:  python -m lessonkit check lesson01_vector_add
-Time it:   python -m lessonkit bench lesson01_vector_add
+Run it:    python3 course.py run lesson01_vector_add
+Check it:  python3 course.py check lesson01_vector_add
+Time it:   python3 course.py bench lesson01_vector_add
 
 Answer before you read on. n = 98,432 and BLOCK = 1024: how many programs are launched, and how many lanes of the last
 program have no element? What happens to z if the number of programs is rounded down?

@@ -9,7 +9,7 @@ stands at the end of the file.
 New words (GLOSSARY.md): reduction.
 You will be able to: recognise each error by what it looks like, and name the check that finds it.
 You need: lessons 0 and 1. lesson17_green_but_wrong has the errors around a kernel.
-Run it:    python day2_triton_basics/lesson02_common_errors.py
+Run it:    python3 course.py run lesson02_common_errors
 """
 
 import re
@@ -226,8 +226,8 @@ def tensor_on_the_wrong_device():
 #     a message at the launch                  tensor_on_the_wrong_device (from `expect`, or from Triton)
 #     a message from watched() alone           forgotten_mask
 #     a wrong number, and no message           grid_rounded_down, padding_takes_part, rows_taken_as_contiguous,
-#                                              offset_past_int32, dtypes_mixed (a store), accumulated_in_16_bits,
-#                                              nan_lost_in_a_comparison
+#                                              offset_past_int32, accumulated_in_16_bits, nan_lost_in_a_comparison,
+#                                              and a store in dtypes_mixed
 LESSON = Steps(
     about=About(teaches="each error inside a kernel, made on purpose, then mended", hours=0.75, star=True),
     steps=(

@@ -14,9 +14,9 @@ exponential per element. The exact form, x * Phi(x), needs erf, and differs by l
 New words (GLOSSARY.md): fusion.
 You will be able to: count what fusion saves, write tanh without overflow, and write a first backward.
 You need: lesson 1 (programs, masks). Rung 3 is advanced: skip it at the first reading.
-Run it:    python day2_triton_basics/lesson03_gelu.py
-Check it:  python -m lessonkit check lesson03_gelu
-Time it:   python -m lessonkit bench lesson03_gelu
+Run it:    python3 course.py run lesson03_gelu
+Check it:  python3 course.py check lesson03_gelu
+Time it:   python3 course.py bench lesson03_gelu
 
 Answer before you read on. How many tensors does x + 0.044715 * x**3 read and write in eager PyTorch? At which u does
 (exp(2u) - 1) / (exp(2u) + 1) become NaN in fp32?

@@ -7,7 +7,7 @@ time the GPU could do 27 times as many (132 SMs, 128 per cycle each, 1.7 GHz).
 Two things are hard. Programs share nothing but memory. And floating-point addition is not associative, so the order of
 the additions decides the error. It also decides whether two runs agree in the last bit.
 
-    rung                which program adds what                                             same bits in each run
+    the rung            which program adds what                                             same bits in each run
     sum_one_program     one program adds everything                                         yes
     sum_atomic          each program adds its block to one total in memory                  no
     sum_tree            each program adds its block; then one program the partial sums      yes
@@ -17,12 +17,12 @@ the additions decides the error. It also decides whether two runs agree in the l
 tl.sum adds inside a program in three steps. Each thread adds its own elements. Each warp adds the sums of its 32
 threads. The warps then exchange their sums through shared memory (fast memory on the SM).
 
-New words (GLOSSARY.md): tile, atomic operation, persistent kernel, shared memory, L2, pipeline, stage.
+New words (GLOSSARY.md): tile, atomic operation, persistent kernel, shared memory, L1, L2, pipeline, stage.
 You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
 You need: lesson 1 (programs, masks). Rung 4 is advanced: skip it at the first reading.
-Run it:    python day2_triton_basics/lesson04_sum.py
-Check it:  python -m lessonkit check lesson04_sum
-Time it:   python -m lessonkit bench lesson04_sum
+Run it:    python3 course.py run lesson04_sum
+Check it:  python3 course.py check lesson04_sum
+Time it:   python3 course.py bench lesson04_sum
 
 Answer before you read on. What is 256 + 1 in bf16? 65,536 programs add to one address: how many can do so at once?
 """

@@ -14,9 +14,9 @@ You will be able to: say why m is subtracted; reduce inside a program; write a l
 You need: lesson 1 (programs, offsets, masks), lesson 3 (fusing), lesson 4 (tl.sum, the sum inside a program).
 lesson16_rows_of_any_length goes on from here.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
-Run it:    python day2_triton_basics/lesson05_softmax.py
-Check it:  python -m lessonkit check lesson05_softmax
-Time it:   python -m lessonkit bench lesson05_softmax
+Run it:    python3 course.py run lesson05_softmax
+Check it:  python3 course.py check lesson05_softmax
+Time it:   python3 course.py bench lesson05_softmax
 
 Answer before you read on. x = [1000, 1001]: what does exp(x) / sum(exp(x)) give in fp32? A row has 5 elements and a
 block 8 lanes: what must the other 3 lanes hold for the maximum, and what for the sum?

@@ -17,9 +17,9 @@ On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB read and written) takes at 
 
 You will be able to: derive a backward kernel, fuse it, and make it the backward of a torch.autograd.Function.
 You need: lesson 5 (softmax). lesson16_rows_of_any_length shows what to do with rows that are too long for one program.
-Run it:    python day2_triton_basics/lesson06_softmax_backward.py
-Check it:  python -m lessonkit check lesson06_softmax_backward
-Time it:   python -m lessonkit bench lesson06_softmax_backward
+Run it:    python3 course.py run lesson06_softmax_backward
+Check it:  python3 course.py check lesson06_softmax_backward
+Time it:   python3 course.py bench lesson06_softmax_backward
 
 Answer before you read on. All elements of dy are equal: what is dx? Which value must padding lanes hold for d?
 """

@@ -10,9 +10,9 @@ argmax of x [M, N] along the rows reads MN elements and writes M indices. On an 
 You will be able to: reduce a value and its index together, with PyTorch's rules for ties and NaN, and turn a float into
 an integer of the same order.
 You need: lesson 5 (a row in registers, a loop over a row), lesson 4 (atomics). Rungs 3 and 4 are advanced.
-Run it:    python day2_triton_basics/lesson07_argmax.py
-Check it:  python -m lessonkit check lesson07_argmax
-Time it:   python -m lessonkit bench lesson07_argmax
+Run it:    python3 course.py run lesson07_argmax
+Check it:  python3 course.py check lesson07_argmax
+Time it:   python3 course.py bench lesson07_argmax
 
 Answer before you read on. What is the argmax of a row that is all -inf? Each lane keeps its best value and the step it
 came from: why is the leftmost of the best lanes not always the first index?

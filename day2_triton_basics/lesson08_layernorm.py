@@ -16,9 +16,9 @@ variance is 1.
 
 You will be able to: fuse passes over a row, and compute a variance in one pass that keeps its digits.
 You need: lesson 5 (softmax). Lesson 9 is the backward; lesson16_rows_of_any_length has short and long rows.
-Run it:    python day2_triton_basics/lesson08_layernorm.py
-Check it:  python -m lessonkit check lesson08_layernorm
-Time it:   python -m lessonkit bench lesson08_layernorm
+Run it:    python3 course.py run lesson08_layernorm
+Check it:  python3 course.py check lesson08_layernorm
+Time it:   python3 course.py bench lesson08_layernorm
 
 Answer before you read on. A row has 5 elements and a block 8 lanes. The padding is loaded as 0: what is it after the
 mean is subtracted? Two chunks of the same length hold only ones and only threes: what is the variance of both together?
@@ -136,10 +136,11 @@ def layernorm_row(x, w, b, eps=EPS):
 # the mean of a and b together. With delta = mean_b - mean_a, p lies delta n_b / n from mean_a, and delta n_a / n from
 # mean_b:
 #
-#     m2 = m2_a + n_a (delta n_b / n)^2 + m2_b + n_b (delta n_a / n)^2        with n = n_a + n_b
+#     m2 = m2_a + n_a (delta n_b / n)^2 + m2_b + n_b (delta n_a / n)^2        both have n = n_a + n_b elements
 #        = m2_a + m2_b + delta^2 n_a n_b / n
 #
-#     [1, 1] and [3, 3]:  m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4, and the variance of [1, 1, 3, 3] is 4 / 4 = 1.
+# For the chunks [1, 1] and [3, 3] this gives m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4. The variance of [1, 1, 3, 3] is
+# 4 / 4 = 1.
 #
 # What is squared is always a difference, x - mean or delta, and never x itself. So no digits are lost.
 # Predicted: x is loaded twice, 3MN elements. The second read comes soon after the first and finds most of the row

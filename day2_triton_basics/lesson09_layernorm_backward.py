@@ -19,9 +19,9 @@ You will be able to: keep sums over many rows in registers, say what atomics cos
 order.
 You need: lesson 8 (LayerNorm), lesson 4 (atomics, persistent grids). course_ops.layer_norm has the kernels for longer
 rows. Rung 3 is advanced.
-Run it:    python day2_triton_basics/lesson09_layernorm_backward.py
-Check it:  python -m lessonkit check lesson09_layernorm_backward
-Time it:   python -m lessonkit bench lesson09_layernorm_backward
+Run it:    python3 course.py run lesson09_layernorm_backward
+Check it:  python3 course.py check lesson09_layernorm_backward
+Time it:   python3 course.py bench lesson09_layernorm_backward
 
 Answer before you read on. Why is the sum of dx 0 in every row? How many bytes of registers do dw and db take at
 N = 8192?

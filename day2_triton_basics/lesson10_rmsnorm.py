@@ -12,9 +12,9 @@ You will be able to: fuse a statistic with its use, and count what a shared weig
 You need: lesson 5 (a row in registers) or lesson 8 (LayerNorm). lesson16_rows_of_any_length shows what to do with rows
 that are too long for one program, or too short.
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019, section 4.
-Run it:    python day2_triton_basics/lesson10_rmsnorm.py
-Check it:  python -m lessonkit check lesson10_rmsnorm
-Time it:   python -m lessonkit bench lesson10_rmsnorm
+Run it:    python3 course.py run lesson10_rmsnorm
+Check it:  python3 course.py check lesson10_rmsnorm
+Time it:   python3 course.py bench lesson10_rmsnorm
 
 Answer before you read on. How often is w loaded if M = 8192? A row has 5 elements and a block 8 lanes: what must the
 other 3 lanes hold, and by what is the sum divided?

@@ -18,9 +18,9 @@ You will be able to: sum over rows by atomics or by partial sums, and say which 
 time.
 You need: lesson 10 (RMSNorm), lesson 4 (atomics, persistent grids). course_ops.rms_norm has the kernels for longer
 rows. Rung 3 is advanced.
-Run it:    python day2_triton_basics/lesson11_rmsnorm_backward.py
-Check it:  python -m lessonkit check lesson11_rmsnorm_backward
-Time it:   python -m lessonkit bench lesson11_rmsnorm_backward
+Run it:    python3 course.py run lesson11_rmsnorm_backward
+Check it:  python3 course.py check lesson11_rmsnorm_backward
+Time it:   python3 course.py bench lesson11_rmsnorm_backward
 
 Answer before you read on. 4096 programs add to one address: does the order matter for the result?
 How many bytes are the partial sums of 132 programs for 4096 columns in fp32, and how many are dy, x and dx of

@@ -13,9 +13,9 @@ leaves 28 instructions per element, and one call of the generator has about 80.
 You will be able to: use counter-based random numbers, and count the instructions that an element may cost.
 You need: lesson 1 (programs, masks), lesson 3 (fusing). Rung 4 is advanced.
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
-Run it:    python day2_triton_basics/lesson12_dropout.py
-Check it:  python -m lessonkit check lesson12_dropout
-Time it:   python -m lessonkit bench lesson12_dropout
+Run it:    python3 course.py run lesson12_dropout
+Check it:  python3 course.py check lesson12_dropout
+Time it:   python3 course.py bench lesson12_dropout
 
 Answer before you read on. x is inf and its element is dropped: what does x * 0 give? Why must the number of element i
 not depend on the block size?
@@ -205,7 +205,13 @@ LESSON = Lesson(
             why="A thread owns 8 neighbours, and i // 4 is the same for four of them. So the compiler makes 2 calls "
             "for 8 elements: 27 instructions per element, just under what an SM issues.",
         ),
-        Prediction(rung=four_words, at=LARGE, times=1.12, over=seeded),
+        Prediction(
+            rung=four_words,
+            at=LARGE,
+            times=1.12,
+            over=seeded,
+            why="`seeded` makes no more calls: the compiler has merged them. Only the choice of a word is saved.",
+        ),
         Prediction(rung=wide_product, at=LARGE, percent_of_limit=100),
     ),
     wrong=(

@@ -18,9 +18,9 @@ You will be able to: fuse a gather (a load at an index that is data) into a redu
 online loop per lane.
 You need: lesson 5 (softmax and its online loop). course_ops.cross_entropy has the kernels for odd and for few rows.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
-Run it:    python day2_triton_basics/lesson13_cross_entropy.py
-Check it:  python -m lessonkit check lesson13_cross_entropy
-Time it:   python -m lessonkit bench lesson13_cross_entropy
+Run it:    python3 course.py run lesson13_cross_entropy
+Check it:  python3 course.py check lesson13_cross_entropy
+Time it:   python3 course.py bench lesson13_cross_entropy
 
 Answer before you read on. Logits near 1000: how many digits of log(sum exp) - x_target does fp32 keep? How many
 exponentials per element does the online loop of lesson 5 need, if every lane has its own maximum?

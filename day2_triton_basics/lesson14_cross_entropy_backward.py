@@ -17,9 +17,9 @@ and written) takes at least 1.0 ms.
 You will be able to: say what to save for a backward, and make an op with a gradient. Rung 3 is advanced: 16-byte
 accesses in rows that start at odd addresses.
 You need: lesson 13 (cross-entropy and lse).
-Run it:    python day2_triton_basics/lesson14_cross_entropy_backward.py
-Check it:  python -m lessonkit check lesson14_cross_entropy_backward
-Time it:   python -m lessonkit bench lesson14_cross_entropy_backward
+Run it:    python3 course.py run lesson14_cross_entropy_backward
+Check it:  python3 course.py check lesson14_cross_entropy_backward
+Time it:   python3 course.py bench lesson14_cross_entropy_backward
 
 Answer before you read on. What is the sum of a row of dlogits? V = 50,257 in bf16 (GPT-2): which rows start at a
 multiple of 16 bytes?

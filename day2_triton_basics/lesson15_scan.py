@@ -8,13 +8,13 @@ n = 2^28 in fp32 (2.15 GB read and written) takes at least 0.51 ms.
 
 The second is decoupled look-back (Merrill and Garland 2016). Predicted gain over three kernels: 1.5 times.
 
-New words (GLOSSARY.md): mutant.
+New words (GLOSSARY.md): barrier, mutant.
 You will be able to: scan inside a program, publish a value and its status as one word, and say why programs that wait
 for each other cannot deadlock here.
 You need: lesson 4 (sums of several programs, atomics). Rung 3 is advanced.
-Run it:    python day2_triton_basics/lesson15_scan.py
-Check it:  python -m lessonkit check lesson15_scan
-Time it:   python -m lessonkit bench lesson15_scan
+Run it:    python3 course.py run lesson15_scan
+Check it:  python3 course.py check lesson15_scan
+Time it:   python3 course.py bench lesson15_scan
 
 Answer before you read on. Which y depends on the last element of x, and which on the first? Of 1000 programs 600 run at
 once, and each waits for the one before it: what happens if program 900 starts before program 1?

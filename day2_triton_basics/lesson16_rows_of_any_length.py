@@ -26,9 +26,9 @@ New words (GLOSSARY.md): spill.
 You will be able to: say which of the four kernels a row needs, from N, the dtype and the registers, and write it.
 You need: lesson 5 (softmax, and the loop with a rescaled sum), lesson 4 (sums of several programs).
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
-Run it:    python day2_triton_basics/lesson16_rows_of_any_length.py
-Check it:  python -m lessonkit check lesson16_rows_of_any_length
-Time it:   python -m lessonkit bench lesson16_rows_of_any_length
+Run it:    python3 course.py run lesson16_rows_of_any_length
+Check it:  python3 course.py check lesson16_rows_of_any_length
+Time it:   python3 course.py bench lesson16_rows_of_any_length
 
 Answer before you read on. How many registers does a row of 32,768 columns take in fp32, and how many in bf16? Eight
 programs share a row, and only seven fit on the GPU at once: what happens?

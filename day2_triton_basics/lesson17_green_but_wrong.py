@@ -13,7 +13,7 @@ Predict before you run: of 64 programs that each do z += 1 without an atomic, ho
 count? How many of 65,536 does a GPU?
 You will be able to: say which tool sees which error. You will try every check on a wrong answer first.
 You need: lesson 1 (programs, masks), lesson 2 (errors inside a kernel).
-Run it:    python day2_triton_basics/lesson17_green_but_wrong.py
+Run it:    python3 course.py run lesson17_green_but_wrong
 """
 
 import time
@@ -166,7 +166,7 @@ def _compile_for_hopper():
 
 
 def refused_by_the_compiler_only():
-    """A kernel that runs interpreted may not compile: `python -m lessonkit compile` asks, and needs no GPU."""
+    """A kernel that runs interpreted may not compile: `course.py compile` asks, and needs no GPU."""
     if INTERPRETED:
         for kernel in REFUSED:
             kernel[(1,)](torch.randn(64), torch.empty(64), 16)

@@ -18,12 +18,12 @@ A Hopper SM does 2048 multiply-adds per cycle in 16 bits. L2 gives all 132 SMs t
 each. So the load takes longer: L2 is the limit, and a larger tile asks less of it. Predicted: 61% of the tensor cores'
 peak for tiles of 128 x 128, and 81% for 128 x 256.
 
-New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
+New words (GLOSSARY.md): wave, FLOP, arithmetic intensity, autotuning, tensor core, MMA, accumulator.
 You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
 You need: day 2, lessons 0 (blocks of two dimensions), 1 (bytes in flight) and 4 (a pipelined loop).
-Run it:    python day3_matmul_tk/lesson01_matmul.py
-Check it:  python -m lessonkit check lesson01_matmul
-Time it:   python -m lessonkit bench lesson01_matmul
+Run it:    python3 course.py run lesson01_matmul
+Check it:  python3 course.py check lesson01_matmul
+Time it:   python3 course.py bench lesson01_matmul
 """
 
 import math
@@ -97,9 +97,9 @@ def tiles(a, b):
 # Rung 2. New: the grouped order. Program ids go down GROUP rows of tiles before they go to the next column of tiles.
 # The 264 tiles that run together are then 8 x 33 and not 4 x 64. For GROUP = 3, 5 rows of tiles and 4 columns:
 #
-# |   row by row        grouped              a wave of 6 programs, ids 0 to 5, reads
+# |   row by row        in groups            a wave of 6 programs, ids 0 to 5, reads
 # |    0  1  2  3        0  3  6  9          row by row: 2 rows of tiles of A, 4 columns of tiles of B
-# |    4  5  6  7        1  4  7 10          grouped:    3 rows of tiles of A, 2 columns of tiles of B
+# |    4  5  6  7        1  4  7 10          in groups:  3 rows of tiles of A, 2 columns of tiles of B
 # |    8  9 10 11        2  5  8 11
 # |   12 13 14 15       12 14 16 18          the last group is lower: 2 rows
 # |   16 17 18 19       13 15 17 19

@@ -35,9 +35,9 @@ New words (GLOSSARY.md): warpgroup, TMA, wgmma, epilogue, warp specialization, p
 You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
 memory. You will also learn warp specialization, how to see that it happened, and a matmul for any shape and stride.
 You need: lesson 1 (the grouped order, a pipelined loop).
-Run it:    python day3_matmul_tk/lesson02_matmul_persistent.py
-Check it:  python -m lessonkit check lesson02_matmul_persistent
-Time it:   python -m lessonkit bench lesson02_matmul_persistent
+Run it:    python3 course.py run lesson02_matmul_persistent
+Check it:  python3 course.py check lesson02_matmul_persistent
+Time it:   python3 course.py bench lesson02_matmul_persistent
 """
 
 import math
@@ -133,7 +133,7 @@ def persistent(a, b):
     return c
 
 
-# What the other rungs share: tiles by tensor descriptor. A descriptor is 128 bytes for TMA, the SM's copy engine: a
+# What the other rungs share: tiles by tensor descriptor. A descriptor is 128 bytes for TMA, the SM's unit for copies: a
 # tensor's address, shape and strides, and the block's shape. One thread names a block's corner, [row, column], and TMA
 # computes the addresses. Outside of the tensor TMA loads zeros and stores nothing. So there are no masks, no pointers
 # and no registers for them. In return, rows must begin at multiples of 16 bytes.
@@ -354,9 +354,21 @@ LESSON = Lesson(
             tflop_per_s=650,
             why="The 81% also count 39 bytes a cycle from L2, as in `persistent`, and L2 gives an SM more.",
         ),
-        Prediction(rung=tma_host, at=SMALL, times=1.06, over=tma_device),
+        Prediction(
+            rung=tma_host,
+            at=SMALL,
+            times=1.06,
+            over=tma_device,
+            why="To write the descriptors in the kernel takes longer than the microsecond that is counted.",
+        ),
         Prediction(rung=subtiled, at=LARGE, times=1.02, over=tma_host),
-        Prediction(rung=warp_specialized, at={"M": 4096, "N": 4096, "K": 4096}, times=1.026, over=tma_device),
+        Prediction(
+            rung=warp_specialized,
+            at={"M": 4096, "N": 4096, "K": 4096},
+            times=1.026,
+            over=tma_device,
+            why="It is slower, and the cause is not known.",
+        ),
         Prediction(rung=matmul, at=SMALL, times=1.68, over=subtiled),
     ),
     checks=(

@@ -20,9 +20,9 @@ workspace; a waits for b's flag, adds the part and stores tile 0.
 
 New words (GLOSSARY.md): split-K.
 You will learn: matrix times vector without tensor cores, split-K, Stream-K, waiting for other programs and why it ends.
-Run it:    python day3_matmul_tk/lesson03_matmul_skinny.py
-Check it:  python -m lessonkit check lesson03_matmul_skinny
-Time it:   python -m lessonkit bench lesson03_matmul_skinny
+Run it:    python3 course.py run lesson03_matmul_skinny
+Check it:  python3 course.py check lesson03_matmul_skinny
+Time it:   python3 course.py bench lesson03_matmul_skinny
 """
 
 import functools

@@ -15,9 +15,9 @@ without residual PyTorch's two kernels take 1 + 2 * 167/K of gelu_fused's time: 
 4096.
 
 You will learn: what an epilogue may hold, what its arithmetic costs, when fusing pays. Lesson 5 is the backward.
-Run it:    python day3_matmul_tk/lesson04_matmul_epilogue.py
-Check it:  python -m lessonkit check lesson04_matmul_epilogue
-Time it:   python -m lessonkit bench lesson04_matmul_epilogue
+Run it:    python3 course.py run lesson04_matmul_epilogue
+Check it:  python3 course.py check lesson04_matmul_epilogue
+Time it:   python3 course.py bench lesson04_matmul_epilogue
 """
 
 import math
@@ -270,7 +270,11 @@ LESSON = Lesson(
             "an SM, so no other multiplies meanwhile.",
         ),
         Prediction(
-            rung=residual_fused, at={"M": 8192, "N": 4096, "K": 4096, "residual": True}, times=1.08, over=gelu_fused
+            rung=residual_fused,
+            at={"M": 8192, "N": 4096, "K": 4096, "residual": True},
+            times=1.08,
+            over=gelu_fused,
+            why="The cause is not known.",
         ),
         Prediction(rung=linear_gelu, at=PLAIN, tflop_per_s=660),
     ),

@@ -18,9 +18,9 @@ A third place is the best: the kernel that computes dy. In an MLP that is the ma
 and costs one pass, over z. That needs both layers in one operator, as in fused MLPs.
 
 You will learn: how to choose what a backward saves, column sums on the way, an autograd Function and an operator.
-Run it:    python day3_matmul_tk/lesson05_matmul_epilogue_backward.py
-Check it:  python -m lessonkit check lesson05_matmul_epilogue_backward
-Time it:   python -m lessonkit bench lesson05_matmul_epilogue_backward
+Run it:    python3 course.py run lesson05_matmul_epilogue_backward
+Check it:  python3 course.py check lesson05_matmul_epilogue_backward
+Time it:   python3 course.py bench lesson05_matmul_epilogue_backward
 """
 
 import math

@@ -15,9 +15,9 @@ it. The balance with L2 does not change: tiles of 128 x 256 need 48 bytes per cy
 1), 81% of the peak. B must be stored as [N, K]: wgmma can read 16-bit tiles transposed, but not 8-bit ones.
 
 You will learn: what a scale may depend on, how tensor cores accumulate, and how promotion restores the lost digits.
-Run it:    python day3_matmul_tk/lesson06_matmul_fp8.py
-Check it:  python -m lessonkit check lesson06_matmul_fp8
-Time it:   python -m lessonkit bench lesson06_matmul_fp8
+Run it:    python3 course.py run lesson06_matmul_fp8
+Check it:  python3 course.py check lesson06_matmul_fp8
+Time it:   python3 course.py bench lesson06_matmul_fp8
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, device, needs, num_sms, tma_takes

@@ -16,9 +16,9 @@ Predicted: 1.67 times as fast, where x is larger than L2. This is one reason for
 often takes a tensor's scale from the step before.
 
 You will learn: maxima by integers, rounding that must agree to the bit, what a group costs in traffic and in digits.
-Run it:    python day3_matmul_tk/lesson07_quantize_fp8.py
-Check it:  python -m lessonkit check lesson07_quantize_fp8
-Time it:   python -m lessonkit bench lesson07_quantize_fp8
+Run it:    python3 course.py run lesson07_quantize_fp8
+Check it:  python3 course.py check lesson07_quantize_fp8
+Time it:   python3 course.py bench lesson07_quantize_fp8
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, expect, needs

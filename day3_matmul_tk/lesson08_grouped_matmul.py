@@ -16,9 +16,9 @@ A group's last tile of 128 rows is half empty on average: 8 halves on 64 rows of
 are 256 rows each: 25%. And 64 tokens for 8 experts wait for 0.94 GB of weights: 0.22 ms.
 
 You will learn: a grid for the worst case, a search for a program's tile, persistent programs, TMA with three axes.
-Run it:    python day3_matmul_tk/lesson08_grouped_matmul.py
-Check it:  python -m lessonkit check lesson08_grouped_matmul
-Time it:   python -m lessonkit bench lesson08_grouped_matmul
+Run it:    python3 course.py run lesson08_grouped_matmul
+Check it:  python3 course.py check lesson08_grouped_matmul
+Time it:   python3 course.py bench lesson08_grouped_matmul
 """
 
 import math

@@ -6,9 +6,9 @@ SPLITS programs compute one tile, each over a part of K, and then add up their p
 You will be able to: split K in one launch, synchronise programs through a counter that is never reset, and say why the
 waiting ends. You need: lesson 9 (ring, warp specialization).
 A Hopper GPU runs the rungs. Without one they are compiled, and a CPU model of the exchange runs, in any order.
-Run it:    python day3_matmul_tk/lesson10_matmul_small_outputs.py
-Check it:  python -m lessonkit check lesson10_matmul_small_outputs
-Time it:   python -m lessonkit bench lesson10_matmul_small_outputs
+Run it:    python3 course.py run lesson10_matmul_small_outputs
+Check it:  python3 course.py check lesson10_matmul_small_outputs
+Time it:   python3 course.py bench lesson10_matmul_small_outputs
 
 Budget for M = 128, N = K = 4096, in cycles of 0.55 ns (2300 bytes per cycle are HBM's 4.2 TB/s). An SM loads 40 bytes a
 cycle, and HBM gives 2300 to all SMs. The two overlap. The partial sums come afterwards:

@@ -6,9 +6,9 @@ tensor cores multiply 4096 pairs per cycle instead of 2048.
 You will be able to: say what 8 bits change in a Hopper kernel and what they leave as it was, and load scales where they
 cost nothing. You need: lesson 9 (the kernel), lesson 6 (scales of a tensor and of rows).
 A Hopper GPU runs the rungs. Without one they are compiled; the barriers are lesson 9's, and so is their CPU model.
-Run it:    python day3_matmul_tk/lesson11_matmul_fp8_hopper.py
-Check it:  python -m lessonkit check lesson11_matmul_fp8_hopper
-Time it:   python -m lessonkit bench lesson11_matmul_fp8_hopper
+Run it:    python3 course.py run lesson11_matmul_fp8_hopper
+Check it:  python3 course.py check lesson11_matmul_fp8_hopper
+Time it:   python3 course.py bench lesson11_matmul_fp8_hopper
 
 Budget of a tile of 128 x 256, in cycles:
 

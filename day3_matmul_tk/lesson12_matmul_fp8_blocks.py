@@ -7,9 +7,9 @@ You will be able to: say what a promotion costs and where it is hidden, and choo
 You need: lesson 9 (warp specialization), lesson 6 (block scales), lesson 11.
 Sources: DeepSeek-V3, section 3.3.2, for the scales and why to promote; DeepGEMM has two such consumers.
 A Hopper GPU runs the rungs. Without one they are compiled; the barriers are lesson 9's, and so is their CPU model.
-Run it:    python day3_matmul_tk/lesson12_matmul_fp8_blocks.py
-Check it:  python -m lessonkit check lesson12_matmul_fp8_blocks
-Time it:   python -m lessonkit bench lesson12_matmul_fp8_blocks
+Run it:    python3 course.py run lesson12_matmul_fp8_blocks
+Check it:  python3 course.py check lesson12_matmul_fp8_blocks
+Time it:   python3 course.py bench lesson12_matmul_fp8_blocks
 
 Budget of one SM, for a tile of 128 x 128 and 128 of K:
 

@@ -11,9 +11,9 @@ layout? What can it not know? Then read v1 and v2 side by side, then what v3 and
 
 You will learn: register tiles, shared tiles and fragments. An abstraction whose sizes are known costs no instruction,
 but it may cost time, and synchronisation stays outside of it.
-Run it:    python day3_matmul_tk/lesson13_tiles.py
-Check it:  python -m lessonkit check lesson13_tiles
-Compare:   python -m lessonkit compile lesson13_tiles     tiles_kernel and by_hand_kernel, line by line
+Run it:    python3 course.py run lesson13_tiles
+Check it:  python3 course.py check lesson13_tiles
+Compare:   python3 course.py compile lesson13_tiles       tiles_kernel and by_hand_kernel, line by line
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, compiled, cuda

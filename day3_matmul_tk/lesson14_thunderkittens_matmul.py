@@ -12,7 +12,7 @@ version and fails today. The package "kittens" is unrelated:
 
     git clone https://github.com/HazyResearch/ThunderKittens
     git -C ThunderKittens checkout 0b55588                  # what this lesson was written with, April 2026
-    export THUNDERKITTENS_ROOT=$PWD/ThunderKittens          # `python -m lessonkit doctor` says whether it is found
+    export THUNDERKITTENS_ROOT=$PWD/ThunderKittens          # `python3 course.py doctor` says whether it is found
 
 nvcc gets two include folders, -DKITTENS_HOPPER and -arch=sm_90a (the line stands at the top of the .cu). Its own
 kernels are built by `make` in their folders under kernels/.
@@ -24,9 +24,9 @@ threads load and store have a mask for rows and none for columns. Register tiles
 at all. So the first two rungs pad N to 128.
 
 You will learn: what a tile library does for you, what it leaves to you (all synchronisation), how to read its template.
-Run it:    python day3_matmul_tk/lesson14_thunderkittens_matmul.py
-Check it:  python -m lessonkit check lesson14_thunderkittens_matmul       a Hopper GPU; without one, the next line
-Read it:   python -m lessonkit compile lesson14_thunderkittens_matmul     registers and instructions, no GPU needed
+Run it:    python3 course.py run lesson14_thunderkittens_matmul
+Check it:  python3 course.py check lesson14_thunderkittens_matmul         a Hopper GPU; without one, the next line
+Read it:   python3 course.py compile lesson14_thunderkittens_matmul       registers and instructions, no GPU needed
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, needs

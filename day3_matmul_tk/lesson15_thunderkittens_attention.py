@@ -14,9 +14,9 @@ not use wgmma, and by cuDNN, which does.
 
 New words (GLOSSARY.md): causal, peer.
 You will learn: tails and masks with tiles, online softmax with column vectors, how to make a compiler keep an order.
-Run it:    python day3_matmul_tk/lesson15_thunderkittens_attention.py
-Check it:  python -m lessonkit check lesson15_thunderkittens_attention     a Hopper GPU; without one, the next line
-Read it:   python -m lessonkit compile lesson15_thunderkittens_attention   registers and instructions, no GPU needed
+Run it:    python3 course.py run lesson15_thunderkittens_attention
+Check it:  python3 course.py check lesson15_thunderkittens_attention       a Hopper GPU; without one, the next line
+Read it:   python3 course.py compile lesson15_thunderkittens_attention     registers and instructions, no GPU needed
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect, needs

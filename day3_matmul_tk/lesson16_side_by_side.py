@@ -15,7 +15,7 @@ When to choose which:
 Predict before you run: how many lines do you expect of each, and how much of cuBLAS's speed do they differ by?
 New words (GLOSSARY.md): cluster.
 You will learn: to compare languages by what they decide for you.
-Run it:    python day3_matmul_tk/lesson16_side_by_side.py
+Run it:    python3 course.py run lesson16_side_by_side
 """
 
 import ast

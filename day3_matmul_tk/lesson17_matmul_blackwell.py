@@ -9,9 +9,9 @@ what tensor memory and pairs of CTAs are for.
 You need: lesson 9. A B200 (sm_100) runs the rungs. None was at hand, so no figure of this lesson is measured. Without
 one the rungs are compiled and their machine code is counted. They also run on the CPU, in any order of their warps,
 copies and MMAs, and a race or a deadlock there is an error.
-Run it:    python day3_matmul_tk/lesson17_matmul_blackwell.py
-Check it:  python -m lessonkit check lesson17_matmul_blackwell
-Compile:   python -m lessonkit compile lesson17_matmul_blackwell
+Run it:    python3 course.py run lesson17_matmul_blackwell
+Check it:  python3 course.py check lesson17_matmul_blackwell
+Compile:   python3 course.py compile lesson17_matmul_blackwell
 Compare:   diff day3_matmul_tk/matmul_hopper/warp_specialized.py day3_matmul_tk/matmul_blackwell/warp_specialized.py
 
 Budget. One SM of a B200, one step of K (64) of a tile of 128 x 256, bf16:
@@ -82,7 +82,7 @@ Experiments: change one thing, predict, then `compile`, and `bench` on a B200.
     BLOCK_N = 128 in two_accumulators.py      how many accumulators would fit, and what does L2 say of the tile?
     two_ctas.py with tiles in turn            needs Triton 3.8: which mbarrier must the second CTA reach?
 Mistakes worth making without a GPU: matmul_blackwell/mutants.py lists wrong versions of each rung. Which are races, and
-which are deadlocks? Write it down, then `python -m lessonkit mutants lesson17_matmul_blackwell`.
+which are deadlocks? Write it down, then `python3 course.py mutants lesson17_matmul_blackwell`.
 
 Three questions before you read on. Why does `empty` count one arrival here and two on Hopper? In persistent.py mma
 waits for `drained` before its first tile: for which parity, and why does it pass? Why does a pair have one `full` for a

@@ -31,9 +31,9 @@ The report's peer torch.compile is fast without a mask, since Inductor recognise
 and calls a fused kernel. With this mask they match none of its patterns, and it writes the matrix.
 
 You will learn: where attention's time and memory go, what fusion saves, and when recomputing is cheaper.
-Run it:    python day4_replace_op/lesson01_attention.py
-Check it:  python -m lessonkit check lesson01_attention
-Time it:   python -m lessonkit bench lesson01_attention
+Run it:    python3 course.py run lesson01_attention
+Check it:  python3 course.py check lesson01_attention
+Time it:   python3 course.py bench lesson01_attention
 """
 
 import math

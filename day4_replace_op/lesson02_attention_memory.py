@@ -13,7 +13,7 @@ heads in bf16:
 Predict before you run: the slopes of all lines of both plots, and at which S an 80 GB GPU runs out of memory.
 New words (GLOSSARY.md): flash attention.
 You will learn: to measure peak memory on a GPU and without one, to fit an exponent, and to read a slope.
-Run it:    python day4_replace_op/lesson02_attention_memory.py
+Run it:    python3 course.py run lesson02_attention_memory
 """
 
 import math

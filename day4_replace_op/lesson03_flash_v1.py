@@ -42,9 +42,9 @@ You will be able to: derive the online softmax with an output, count an algorith
 barrier.
 You need: lessons 1 and 2 (attention with a stored S x S matrix, and its bytes); day 2, lesson 5 (online softmax).
 Before you read on: which of the bytes above disappear if queries are the outer loop, as in version 2?
-Run it:    python day4_replace_op/lesson03_flash_v1.py
-Check it:  python -m lessonkit check lesson03_flash_v1
-Time it:   python -m lessonkit bench lesson03_flash_v1
+Run it:    python3 course.py run lesson03_flash_v1
+Check it:  python3 course.py check lesson03_flash_v1
+Time it:   python3 course.py bench lesson03_flash_v1
 """
 
 import math

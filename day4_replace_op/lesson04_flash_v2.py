@@ -37,9 +37,9 @@ tensor cores' peak. At D = 64 it is 40%. The work beside the matmuls cannot be r
 the matmuls of other warps: rung 5 here, and lesson 8.
 
 You will learn: which loop to give to the grid, FLOPs outside matmuls, exp2, a separate tail block, autotuned tiles.
-Run it:    python day4_replace_op/lesson04_flash_v2.py
-Check it:  python -m lessonkit check lesson04_flash_v2
-Time it:   python -m lessonkit bench lesson04_flash_v2
+Run it:    python3 course.py run lesson04_flash_v2
+Check it:  python3 course.py check lesson04_flash_v2
+Time it:   python3 course.py bench lesson04_flash_v2
 """
 
 import math

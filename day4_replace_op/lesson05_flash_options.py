@@ -54,9 +54,9 @@ Before you read on: with S_q = 3 and S_k = 10, which keys does query 0 see, here
 the softmax of an empty row, and why does the answer matter to a ring of GPUs?
 
 New words (GLOSSARY.md): GQA.
-Run it:    python day4_replace_op/lesson05_flash_options.py
-Check it:  python -m lessonkit check lesson05_flash_options
-Time it:   python -m lessonkit bench lesson05_flash_options
+Run it:    python3 course.py run lesson05_flash_options
+Check it:  python3 course.py check lesson05_flash_options
+Time it:   python3 course.py bench lesson05_flash_options
 Compare:   diff day4_replace_op/flash_options/skipped.py day4_replace_op/flash_options/edges.py
 """
 
@@ -157,7 +157,7 @@ LESSON = Lesson(
             over=skipped,
             why="As for `masked`: the mask that is left out costs 0.32 of 1.75 ms there, 18%, not 7%.",
         ),
-        Prediction(rung=longest_first, at=LONG, times=1.12, over=edges),
+        Prediction(rung=longest_first, at=LONG, times=1.12, over=edges, why="The cause is not known."),
         Prediction(rung=attention, at={**CAUSAL, "causal": False}, tflop_per_s=443),
     ),
     wrong=WRONG,

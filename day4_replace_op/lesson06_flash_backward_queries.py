@@ -12,7 +12,7 @@ section 3.1 and algorithm 4; Dao 2023, algorithm 2.)
 
 dQ is a sum over keys. So a program owns a block of queries, as in lesson 5, and sweeps the keys that they see:
 
-    P and dS of one causal head in blocks: x computed, m computed and masked, . not seen by any query
+    P and dS of one causal head in blocks: x computed, m computed and masked, . not visible to any query
 
                  keys ->                                 masked: all 16 blocks, each with a mask
     query    row 0   m . . .
@@ -32,14 +32,14 @@ With nothing overlapped that is 4480 and 2944 cycles: 790 * 3072 / 4480 = 542 TF
 Memory: lse and delta, 8 bytes per query, where P at S = 4096 in bf16 would be 32 MB per head.
 
 Each rung is a complete kernel for contiguous tensors with a K and V for each head. S is a multiple of 128, D a power of
-two up to 128. Windows, grouped heads, other lengths and strides takes course_ops.attention.
+two up to 128. course_ops.attention takes windows, grouped heads, other lengths and strides.
 
 Before you read on: the forward rescales O in each step. Why does dQ need no rescaling? Which rounding does delta see
 that PyTorch's own backward does not?
 
-Run it:    python day4_replace_op/lesson06_flash_backward_queries.py
-Check it:  python -m lessonkit check lesson06_flash_backward_queries
-Time it:   python -m lessonkit bench lesson06_flash_backward_queries
+Run it:    python3 course.py run lesson06_flash_backward_queries
+Check it:  python3 course.py check lesson06_flash_backward_queries
+Time it:   python3 course.py bench lesson06_flash_backward_queries
 """
 
 import math
@@ -241,7 +241,7 @@ def _block(q):
 
 
 def _work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=""):
-    """Q, O, dO, K, V and lse read, dQ and delta written; three products of each seen pair."""
+    """Q, O, dO, K, V and lse read, dQ and delta written; three matmuls for each visible pair."""
     seen = pairs(S, S if S_k is None else S_k, causal, window)
     kv = (H_kv or H) * (S if S_k is None else S_k)
     return Work(bytes=B * D * (4 * H * S + 2 * kv) * dtype.itemsize + 8 * B * H * S, flops=6 * B * H * D * seen)

@@ -3,7 +3,7 @@
 dV = P^T dO and dK = scale dS^T Q, with P and dS as in lesson 6, are sums over queries. So a program owns a block of
 keys: it keeps K and V, sweeps the queries that see them, and computes P and dS a second time.
 
-    P and dS of one causal head in blocks: x computed, m computed and masked, . not seen by any query
+    P and dS of one causal head in blocks: x computed, m computed and masked, . not visible to any query
 
                  keys ->                                    keys ->
     query    row 0   m . . .                   query    row 0   m . . .
@@ -43,9 +43,9 @@ kernels needs more registers per thread, and for what?
 You will learn: which program owns a sum, operands that need no transpose, a differentiable op, why a second derivative
 has to be refused.
 Source: Dao 2023, FlashAttention-2, algorithm 2, its loop over key blocks without the update of dQ.
-Run it:    python day4_replace_op/lesson07_flash_backward.py
-Check it:  python -m lessonkit check lesson07_flash_backward
-Time it:   python -m lessonkit bench lesson07_flash_backward
+Run it:    python3 course.py run lesson07_flash_backward
+Check it:  python3 course.py check lesson07_flash_backward
+Time it:   python3 course.py bench lesson07_flash_backward
 Compare:   diff day4_replace_op/flash_backward/skipped.py day4_replace_op/flash_backward/transposed.py
 """
 

@@ -27,12 +27,12 @@ Merging is exact, as in lesson 12. With parts of 512 keys and 4 rows, partial re
 and V.
 
 Refused: lengths of single sequences (lesson 11), other head sizes, strides, more than 64 rows (course_ops.attention).
-Before you read on: why do 4 query heads cost no more than one? Which two barriers, of different kinds, stand before the
+Before you read on: why do 4 query heads cost no more than one? Which barrier and which memory ordering stand before the
 merge in `flash_decode`? Why is its result the same each time, although the program that merges is not?
 
-Run it:    python day4_replace_op/lesson10_flash_decoding.py
-Check it:  python -m lessonkit check lesson10_flash_decoding
-Time it:   python -m lessonkit bench lesson10_flash_decoding
+Run it:    python3 course.py run lesson10_flash_decoding
+Check it:  python3 course.py check lesson10_flash_decoding
+Time it:   python3 course.py bench lesson10_flash_decoding
 """
 
 import functools
@@ -196,7 +196,7 @@ def merge_parts(parts_ptr, part_lse_ptr, head_kv, splits, USED, ROWS: tl.constex
     l = tl.zeros([ROWS], tl.float32)
     for part in range(splits):
         line = (head_kv * splits + part) * ROWS + rows
-        # .cg reads from L2, which all SMs share: the line in this SM's L1 could be older.
+        # Each line is read once: .cg keeps it out of L1.
         lse = tl.load(part_lse_ptr + line, mask=rows < USED, other=-float("inf"), cache_modifier=".cg") * LOG2E
         ptrs = parts_ptr + line[:, None] * D + cols
         o = tl.load(ptrs, mask=rows[:, None] < USED, other=0.0, cache_modifier=".cg")

@@ -39,9 +39,9 @@ Refused: more than 64 rows, which course_ops.attention takes.
 Before you read on: TMA returns zeros past the cache, but not past the length of a sequence. Which of K and V has to be
 masked then, and why only one of them?
 
-Run it:    python day4_replace_op/lesson11_flash_decoding_shares.py
-Check it:  python -m lessonkit check lesson11_flash_decoding_shares
-Time it:   python -m lessonkit bench lesson11_flash_decoding_shares
+Run it:    python3 course.py run lesson11_flash_decoding_shares
+Check it:  python3 course.py check lesson11_flash_decoding_shares
+Time it:   python3 course.py bench lesson11_flash_decoding_shares
 Compare:   diff day4_replace_op/flash_decoding_shares/shares.py day4_replace_op/flash_decoding_shares/tma.py
 """
 

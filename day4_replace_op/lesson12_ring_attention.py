@@ -31,7 +31,7 @@ Then each process sees half of every other slice, in each step, so a pass takes 
 
 You will learn: to merge partial results, to overlap a message with work, to balance a causal mask, and how gradients
 travel around the ring.
-Run it:    python day4_replace_op/lesson12_ring_attention.py
+Run it:    python3 course.py run lesson12_ring_attention
 """
 
 import functools

@@ -12,7 +12,7 @@ To measure a message's cost, the lesson also runs a ring without messages, in wh
 slice. Its result is wrong, and its time is that of the matmuls alone. The rows of two H200 are in reports/.
 
 You will learn: to measure overlap by leaving out one of the two things that overlap.
-Run it:    python day4_replace_op/lesson13_ring_speed.py      two GPUs or more
+Run it:    python3 course.py run lesson13_ring_speed          two GPUs or more
 """
 
 import functools

@@ -14,7 +14,7 @@ lose least by that? Whose peak memory grows with S?
 
 New words (GLOSSARY.md): error budget.
 You will learn: to compare fairly: answers checked first, interleaved timing, the same work, absent peers named.
-Run it:    python day4_replace_op/lesson14_compare_attention.py      minutes on a GPU; without one, the claims alone
+Run it:    python3 course.py run lesson14_compare_attention          minutes on a GPU; without one, the claims alone
 """
 
 import math

@@ -20,7 +20,7 @@ under autocast; on a CPU all is fp32. The optimizer is fused AdamW, and attentio
 scaled_dot_product_attention.
 
 You will learn: to read a GPT of 100 lines, to compute what a step costs before it runs, to train on local text.
-Run it:    python day4_replace_op/lesson15_gpt.py
+Run it:    python3 course.py run lesson15_gpt
 Without a GPU the lesson trains a tiny GPT of 0.1 million parameters, which does 20 steps in a second.
 """
 

@@ -22,7 +22,7 @@ matmuls and attention. PyTorch's formula for attention counts all pairs, masked 
 ones.
 
 You will learn: to explain each row of a profile, to count outermost operators only, to use a roof as a prediction.
-Run it:    python day4_replace_op/lesson16_hot_operators.py
+Run it:    python3 course.py run lesson16_hot_operators
 Without a GPU the times are a CPU's, and a small operator takes as long as its call; the counts hold anywhere.
 """
 

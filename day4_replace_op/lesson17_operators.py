@@ -24,7 +24,7 @@ A call of an operator takes host time too, as day 1's lesson 8 measures. While a
 prepares the next call. If kernels take 5 us, the host's time is the limit.
 
 You will learn: operators that survive autograd, torch.compile and opcheck; what to save; what a FLOP counter counts.
-Run it:    python day4_replace_op/lesson17_operators.py
+Run it:    python3 course.py run lesson17_operators
 """
 
 import math

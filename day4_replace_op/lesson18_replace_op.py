@@ -19,7 +19,7 @@ picks cuDNN's kernel on an H200 (lesson 16's rows), and this day's kernels repla
 the log-softmax or a float copy of the logits. It moves 3 times the bf16 logits, where lesson 16 counts 18 times.
 
 You will learn: swapping classes, fallbacks that are listed, one graph in torch.compile, equal loss curves as the proof.
-Run it:    python day4_replace_op/lesson18_replace_op.py
+Run it:    python3 course.py run lesson18_replace_op
 """
 
 from lessonkit import About, Steps, Table

@@ -15,9 +15,9 @@ A fusion must keep one rounding: the sum is rounded to the stream's dtype before
 Otherwise forward and backward would normalise different values.
 
 You will learn: which roundings a fusion must keep, and kernels that mix dtypes.
-Run it:    python day4_replace_op/lesson19_add_norm.py
-Check it:  python -m lessonkit check lesson19_add_norm
-Time it:   python -m lessonkit bench lesson19_add_norm
+Run it:    python3 course.py run lesson19_add_norm
+Check it:  python3 course.py check lesson19_add_norm
+Time it:   python3 course.py bench lesson19_add_norm
 """
 
 import math

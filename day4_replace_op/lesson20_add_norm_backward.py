@@ -19,9 +19,9 @@ Predicted: 2.75 times as fast. GPT-2 small's 24 norms on [32768, 768] (403 MB, 0
 step.
 
 You will learn: where autograd's own additions can go, one result in two dtypes, the differentiable op.
-Run it:    python day4_replace_op/lesson20_add_norm_backward.py
-Check it:  python -m lessonkit check lesson20_add_norm_backward
-Time it:   python -m lessonkit bench lesson20_add_norm_backward
+Run it:    python3 course.py run lesson20_add_norm_backward
+Check it:  python3 course.py check lesson20_add_norm_backward
+Time it:   python3 course.py bench lesson20_add_norm_backward
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, Prediction, case, expect, num_sms

@@ -25,7 +25,7 @@ Predicted for all three and attention: attention's 9 to 11 ms become 5 to 6, and
 remain, so 1.4 times the tokens per second. Lesson 22 measures it.
 
 You will learn: what can be fused across a residual, a backward inside a forward, an operator with an option.
-Run it:    python day4_replace_op/lesson21_fuse.py
+Run it:    python3 course.py run lesson21_fuse
 """
 
 from unittest import mock

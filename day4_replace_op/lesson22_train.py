@@ -21,7 +21,7 @@ A faster training counts only if it learns the same. Two runs that round differe
 PyTorch against itself. Its losses in two runs lie up to 0.03 apart, and ours may lie three times as far from it.
 
 You will learn: to compare trainings, what a compiler fuses by itself, how much of a prediction from bytes comes true.
-Run it:    python day4_replace_op/lesson22_train.py
+Run it:    python3 course.py run lesson22_train
 """
 
 from contextlib import ExitStack, nullcontext

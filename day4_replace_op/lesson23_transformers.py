@@ -21,7 +21,7 @@ sequence's ones are contiguous, it is a shorter sequence, and runs by itself. Th
 each layer a wait for the mask's values. Any other mask (with a hole, or of scores) is refused.
 
 You will learn: transformers' attention and mask interfaces, causal alignment with a cache, what padding costs.
-Run it:    python day4_replace_op/lesson23_transformers.py        (wants: pip install transformers)
+Run it:    python3 course.py run lesson23_transformers            (wants: pip install transformers)
 """
 
 from contextlib import contextmanager

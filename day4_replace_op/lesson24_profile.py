@@ -18,7 +18,7 @@ along the slanted roof, and its distance to the roof stays the same. So such ker
 
 New words (GLOSSARY.md): roofline.
 You will learn: to combine four views, a roofline of a whole step, Nsight Compute on the command line.
-Run it:    python day4_replace_op/lesson24_profile.py
+Run it:    python3 course.py run lesson24_profile
 Without a GPU all times are a CPU's, and ours are the interpreter's: they show the views, not the speed.
 """
 
@@ -137,7 +137,7 @@ def _drawn(table, rate, bandwidth):
 # ---- Nsight Compute -----------------------------------------------------------------------------------------------
 # By hand, for one kernel and all of ncu's sections:
 #     ncu --set full --kernel-name regex:add_norm --launch-count 1 --export add_norm \
-#         python -m day4_replace_op.lesson24_profile fused
+#         .venv/bin/python -m day4_replace_op.lesson24_profile fused
 METRICS = {
     "gpu__time_duration.sum": "ns",
     "dram__bytes_read.sum": "MB read",

@@ -31,7 +31,7 @@ is nearly half of PyTorch's forward: a third of its FLOPs and all of the loss's 
 forward includes the loss's backward.
 
 You will learn: to label modules without editing them (hooks), to build a flame graph from a trace, to read a ramp.
-Run it:    python day4_replace_op/lesson25_trace.py
+Run it:    python3 course.py run lesson25_trace
 Written:   reports/traces/<device>.<operators>.json; reports/<device>/day4_replace_op.lesson25_trace.<operators>.svg
 """
 

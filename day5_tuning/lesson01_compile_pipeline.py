@@ -21,7 +21,7 @@ Nothing here needs a GPU. Predict before you run, for a tile of 64 x 64, steps o
 And which of these changes if a row is 4097 elements long, not 4096?
 
 You will learn: to read each stage, which choice changes which stage, and why a stride can switch off the pipeline.
-Run it:    python day5_tuning/lesson01_compile_pipeline.py
+Run it:    python3 course.py run lesson01_compile_pipeline
 Then open the page that it names: a click on a line of one stage marks its counterparts in all the others.
 Source: the passes are in Triton's third_party/nvidia/backend/compiler.py, from make_ttir to make_cubin.
 """

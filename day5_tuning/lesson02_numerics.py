@@ -20,7 +20,7 @@ size:
 You will learn: which rounding decides in fp32, tf32, bf16 and fp8, and what the order of a sum changes. Also where
 lessonkit's factors of 2 and 16 come from, and why a fixed tolerance refuses right kernels and accepts wrong ones.
 Source: Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapters 2 and 4; the constant is derived here.
-Run it:    python day5_tuning/lesson02_numerics.py
+Run it:    python3 course.py run lesson02_numerics
 """
 
 import math

@@ -14,7 +14,7 @@ The other traps are in other lessons:
 Predict before you run: which of the seven does a GPU report by itself? Which does a CPU hide?
 You will learn: to find an overflow without the memory for it, to read a precision from the compiled code, to check
 strides and defaults.
-Run it:    python day5_tuning/lesson03_traps.py
+Run it:    python3 course.py run lesson03_traps
 """
 
 import math

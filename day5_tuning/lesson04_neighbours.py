@@ -33,7 +33,7 @@ Predict before you run: of 1024 fp32 values, how many can two barriers corrupt, 
 And if Triton's barriers take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
 You will learn: to ask what shares an address, and that a test covers only the conditions under which it ran.
 Source: PTX ISA, mbarrier.init and mbarrier.inval; Triton's pull request 3858.
-Run it:    python day5_tuning/lesson04_neighbours.py
+Run it:    python3 course.py run lesson04_neighbours
 """
 
 import subprocess

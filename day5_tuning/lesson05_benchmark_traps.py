@@ -11,7 +11,7 @@ faster is a matmul of zeros? (Single launches, queues and graphs are in day1_pyt
 launch without a synchronisation is in day2_triton_basics/lesson17_green_but_wrong.)
 You will learn: to flush, to interleave, to repeat until the median is stable, to use random data, and to report the
 clock. All of it stands in lessonkit/measure/timing.py, in 110 lines.
-Run it:    python day5_tuning/lesson05_benchmark_traps.py
+Run it:    python3 course.py run lesson05_benchmark_traps
 """
 
 import math

@@ -27,7 +27,7 @@ always is.
 
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
 You will learn: to write a model on one page, to rank with it, to read in a heat map what the model misses.
-Run it:    python day5_tuning/lesson06_tuning.py      (compiled and predicted; on a GPU timed, a minute)
+Run it:    python3 course.py run lesson06_tuning      (compiled and predicted; on a GPU timed, a minute)
 Matmul: lesson07_tuning_matmul. Flash attention: lesson08_tuning_attention. Autotune itself: lesson09_autotune.
 """
 

@@ -18,7 +18,7 @@ largest term. Then
 
 Predict before you run, for 1024, 2048 and 8192: the best tile, and where a third and a fourth stage matter.
 You will learn: why the best tile changes with the size, what spills do, which parameter to try next.
-Run it:    python day5_tuning/lesson07_tuning_matmul.py      (compiled and predicted; on a GPU timed, two minutes)
+Run it:    python3 course.py run lesson07_tuning_matmul      (compiled and predicted; on a GPU timed, two minutes)
 """
 
 import math

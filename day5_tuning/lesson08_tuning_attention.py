@@ -21,7 +21,7 @@ small one starts sooner, and two of it fit an SM.
 
 Predict before you run, for D = 64 and 128: which tile is best, and what limits it, the matmuls or everything else?
 You will learn: why only more overlap can make attention faster, and why D = 64 and 128 need different tiles.
-Run it:    python day5_tuning/lesson08_tuning_attention.py      (compiled and predicted; on a GPU timed, two minutes)
+Run it:    python3 course.py run lesson08_tuning_attention      (compiled and predicted; on a GPU timed, two minutes)
 """
 
 import math

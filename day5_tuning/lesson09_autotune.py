@@ -12,7 +12,7 @@ hundred times. For an argument that `key` does not name, the first call decides 
 
 Everything here runs without a GPU, since the calls that autotune makes do not depend on how long they take.
 You will learn: to write a key, to bound it, to prune, and to restore tensors that a kernel changes.
-Run it:    python day5_tuning/lesson09_autotune.py
+Run it:    python3 course.py run lesson09_autotune
 """
 
 from lessonkit import DEVICE, About, Steps, Table

@@ -17,7 +17,7 @@ A row is bound in one of four ways:
 
 New words (GLOSSARY.md): emulated.
 You will learn: to place a kernel before you write it, to read how much it can gain, to check counts against counters.
-Run it:    python day5_tuning/lesson10_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
+Run it:    python3 course.py run lesson10_roofline      (no kernel runs; the plot is reports/<device>/*roofline*.png)
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 """
 

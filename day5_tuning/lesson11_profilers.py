@@ -13,8 +13,8 @@ None of them knows the least time that a kernel could take. Compare their figure
 
 You will learn: which profiler to use first, the commands, and to read a figure from each without opening a window. The
 order is torch.profiler, then Systems for gaps, then Compute for one kernel.
-Run it:    python day5_tuning/lesson11_profilers.py
-By hand:   nsys profile --trace cuda,nvtx --output softmax python day5_tuning/lesson11_profilers.py work
+Run it:    python3 course.py run lesson11_profilers
+By hand:   nsys profile --trace cuda,nvtx --output softmax .venv/bin/python day5_tuning/lesson11_profilers.py work
            ncu --set full --kernel-name regex:softmax --launch-count 1 --export softmax python ... work
            proton --name softmax day5_tuning/lesson11_profilers.py work; proton-viewer -m time/ns,count softmax.hatchet
 """

@@ -9,8 +9,8 @@ The last deliverable of the course is a report of one or two pages for a reader 
 
 It is generated from rows (lessonkit/pages/final_report.py) and kept as reports/<device>/final_report.md:
 
-    python -m lessonkit report final                       Markdown, HTML and PDF under reports/<device>/
-    python -m lessonkit report final --operator softmax    with another operator's ladder
+    python3 course.py report final                         Markdown, HTML and PDF under reports/<device>/
+    python3 course.py report final --operator softmax      with another operator's ladder
 
 The rows are your own; without a GPU they are the committed ones, and reports/nvidia-h200/final_report.md is the result.
 The report ends with the number of tries and hints that your exercises took. No program can write three things: which
@@ -21,7 +21,7 @@ lesson makes two tables besides. `compare_all` compares each operator in all lan
 Predict before you run: in which operator does the last rung gain most over the first? Where is a peer still faster?
 You will be able to: report a performance result so that others can trust it and check it.
 You need: lesson 10 (the roofline, and what a limit is).
-Run it:    python day5_tuning/lesson12_final_report.py
+Run it:    python3 course.py run lesson12_final_report
 """
 
 import re

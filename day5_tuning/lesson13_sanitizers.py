@@ -14,8 +14,10 @@ What NVIDIA's tools watch by their documentation, and Triton's by its compiler's
 
 Predict before you run: for each of the five kernels, does the interpreter or the emulator stop? Does the answer differ?
 You will learn: to choose the tool by the kind of memory, and to know which bugs no tool here can see.
-Run it:    python day5_tuning/lesson13_sanitizers.py
-On a GPU:  python -m lessonkit sanitize lesson05_softmax      every tool around every rung of a lesson
+Run it:    python3 course.py run lesson13_sanitizers
+On a GPU:  python3 course.py sanitize lesson05_softmax        every tool around every rung of a lesson
+            python3 course.py sanitize course_ops.softmax      and around each kernel of an operator
+What has run on today's code, and what has not: reports/nvidia-h200/sanitized.md
 """
 
 import subprocess

@@ -1,7 +1,6 @@
 """The course's shared code: what a lesson declares, how it is checked, compiled, timed and reported.
 
-A lesson imports this before triton (see lessonkit.base.device). The modules stand in groups, each of which imports only
-those to its left: base | lesson, validate | cuda | modes | judge | exercise | measure | pages | commands.
+A lesson imports this before triton (see lessonkit.base.device). README.md says in which groups the modules stand.
 """
 
 from importlib import import_module

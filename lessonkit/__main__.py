@@ -6,13 +6,10 @@ Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a r
 import difflib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -20,37 +17,35 @@ from typing import Annotated, NoReturn
 from lessonkit import pictures
 from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
-from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
-from lessonkit.base.words import counted, language, retold, said
+from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.words import counted, language, listed, retold, said
 from lessonkit.commands import (
-    course_run,
     evidence,
     exercises,
     languages,
     lock,
     new,
+    on_gpu,
     renew,
+    running,
     show,
     tracing,
     versions,
     web,
 )
 from lessonkit.commands.doctor import findings
-from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import sass, toolchain
 from lessonkit.exercise import progress
-from lessonkit.judge import counters, fuzz, verify
+from lessonkit.judge import counters, fuzz, trace, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
-    beside,
     dependents,
     fuzz_bursts,
     fuzzing,
     gpu_mutants,
     ncu,
-    operator_bench,
+    operator_cases,
     operator_rows,
-    rows,
     sanitize,
     stale,
 )
@@ -68,26 +63,53 @@ app = typer.Typer(
 app.add_typer(exercises.app, name="exercise")
 app.command()(languages.read)
 app.command()(languages.translate)
-# What Ctrl-C, kill, and a closed terminal send. Windows has no SIGHUP.
-STOPS = tuple(each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP"))
 Which = Annotated[
     str,
     typer.Argument(
         help="A day (day2, cuda), a lesson (lesson05_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
+LessonOrOperator = Annotated[
+    str,
+    typer.Argument(help="As for `check`, or an operator (course_ops.softmax), or course_ops; nothing: all of both."),
+]
 
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
-    found = list(discover("" if which == "all" else which))
-    if not found and (now := renames.meant("lessons", which)):
+    return list(discover(_meant(which)))
+
+
+def _meant(which: str) -> str:
+    """What `names` takes for this word: "" of all, today's name of an old one. A word of no lesson is a mistake."""
+    which = "" if which == "all" else which
+    if names(which):
+        return which
+    if now := renames.meant("lessons", which):
         show.console.print(said("lesson {old} is now called {new}").format(old=which, new=now))
-        found = list(discover(now))
-    if not found:
-        close = ", ".join(_closest(which))
-        words = said("no lesson matches {which}. The closest: {close}. All: {command}")
-        raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
-    return found
+        return now
+    close = ", ".join(_closest(which))
+    words = said("no lesson matches {which}. The closest: {close}. All: {command}")
+    raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
+
+
+def _watched(which: str, rung: str) -> str:
+    """As _meant, of operators too: course_ops, or course_ops.softmax. A rung that none of these has is a mistake."""
+    package = compiled.COURSE_OPS
+    operators = which.partition(".")[0] == package
+    which = which if operators else _meant(which)
+    found = operator_cases.lessons("" if which in ("", package) else which)
+    if operators and not found:
+        known = sorted({operator.name for operator in operator_rows.operators()})
+        words = said("course_ops has no {wrong}. It has {known}")
+        raise typer.BadParameter(words.format(wrong=which.partition(".")[2], known=", ".join(known)))
+    lessons = () if operators or not rung else kernels(which)
+    if rung and not any(rung == each.__name__ for _, lesson in (*found, *lessons) for each in lesson.rungs):
+        none, here = (
+            said("{option}: no lesson has a rung of that name"),
+            said("{option}: {which} has no rung of that name"),
+        )
+        raise typer.BadParameter((here if which else none).format(option=f"--rung {rung}", which=which))
+    return which
 
 
 def _closest(which: str) -> list[str]:
@@ -112,6 +134,14 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
         words = said("Steps without rungs; running them checks what they claim: {command}")
         show.console.print(words.format(command=f"{exercises.COURSE} run {which}"))
+
+
+def _lessons_and_operators(which: str, failed: list[str]) -> list[tuple[str, Lesson]]:
+    """The lessons chosen that have rungs, and the operators: each direction of one as a lesson of one rung."""
+    package = compiled.COURSE_OPS
+    if which.partition(".")[0] == package:
+        return operator_cases.lessons("" if which == package else which)
+    return [*_with_kernels(which, failed), *(operator_cases.lessons() if which == "" else ())]
 
 
 def _not_imported(name: str, lesson: Broken) -> str:
@@ -193,96 +223,7 @@ def run(
 
     A run that was stopped goes on where it was. Ctrl-C ends the lessons that run; the exit code is then 130.
     """
-    found = _chosen(which)
-    chosen = [name for name, _ in found]
-    if len(found) == 1:
-        evidence.ask_before_run(*found[0])
-    elif which not in ("", "all") and not any(name.startswith((f"{which}_", f"{which}.")) for name in chosen):
-        words = said("{which} names {count} lessons, and all of them run: {names}. One alone: {command}")
-        command = f"{exercises.COURSE} run {chosen[0]}"
-        names_ = ", ".join(chosen)
-        show.console.print(words.format(which=which, count=len(chosen), names=names_, command=command), highlight=False)
-    kept, marks = course_run.load(), course_run.marks(chosen)
-    stopped_run = kept.run_of(chosen)
-    before = [] if again else stopped_run.unchanged(marks)
-    if before:
-        since = course_run.roughly(max(0.0, time.time() - stopped_run.at))
-        many = counted(len(before), said("1 lesson"), said("{count} lessons"))
-        words = said("going on after {many} of a run that was stopped {since} ago; --again starts over")
-        show.console.print(words.format(many=many, since=since))
-    ended = dict.fromkeys(before, (0, ""))
-    this = course_run.Run(chosen, {name: marks[name] for name in before})
-    course_run.keep(this, {})
-    todo = [name for name in chosen if name not in ended]
-    at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
-    watch = course_run.Watch(chosen, todo, kept.seconds, at_once, live=not device.HAS_GPU)
-    stopped = False
-    handlers = {number: signal.signal(number, _stop) for number in STOPS}
-    try:
-        with watch, closing(_scripts(todo, at_once, watch.began)) as running:
-            for name, code, seconds, printed in running:
-                ended[name] = code, f"{seconds:.0f} s"
-                if code == 0:
-                    this.done[name] = marks[name]
-                    course_run.keep(this, {name: seconds})
-                watch.end(name, code, seconds, printed)
-        this.done = {}
-        course_run.keep(this, {})
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    summary = [
-        [name, said("ok, before") if name in before else course_run.verdict(ended[name][0]), ended[name][1]]
-        for name in chosen
-        if name in ended
-    ]
-    many = counted(len(summary), said("1 lesson"), said("{count} lessons"))
-    heading = f"{many}, {said(show.MODES[device.DEVICE.type])}"
-    show.table(heading, [said("lesson"), "", said("time")], summary)
-    if len(chosen) == 1:
-        evidence.after_run(chosen[0])
-    if stopped:
-        words = said("Stopped after {done} of {count} lessons. The same command goes on; --again starts over.")
-        show.console.print(words.format(done=len(summary), count=len(chosen)))
-        raise typer.Exit(130)
-    if device.HAS_GPU:
-        report.write()
-        show.console.print(said("reports and plots: {page}").format(page="reports/README.md"))
-    else:
-        words = said("No GPU: kernels were interpreted and compiled, not timed. Committed measurements: {page}")
-        if not device.HAS_COMPILER:
-            words = said("No GPU: kernels were interpreted, not compiled or timed. Committed measurements: {page}")
-        show.console.print(words.format(page="reports/README.md"))
-    raise typer.Exit(int(any(code for code, _ in ended.values())))
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    """End a run in order; whoever presses Ctrl-C twice does not disturb that."""
-    for each in STOPS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _scripts(names: list[str], at_once: int, began: Callable[[str], None]) -> Generator[tuple[str, int, float, bytes]]:
-    """Run lessons' scripts; (name, exit code, seconds, what it printed) of each when it ends.
-
-    On a GPU one after the other, or each would time the others too, and each prints by itself.
-    """
-    scripts = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
-    if device.HAS_GPU:
-        for name, script in zip(names, scripts, strict=True):
-            began(name)
-            start = time.monotonic()
-            done = subprocess.run([sys.executable, str(script)], env=environment())
-            yield name, done.returncode, time.monotonic() - start, b""
-        return
-    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
-    os.environ |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
-    with closing(run_scripts(scripts, at_once, lambda nth: began(names[nth]))) as running:
-        for ended in running:
-            yield names[ended.nth], ended.code, ended.seconds, ended.printed
+    running.run(which, _chosen(which), again)
 
 
 @app.command()
@@ -295,6 +236,8 @@ def check(which: Which = "") -> None:
             wrong = show.checks(lesson)
         except (Misdeclared, NotImplementedError) as mistake:  # the latter: begun by `new`, and not written yet
             failed.append(str(mistake))
+            asked = [q for q in verify.questions(name, lesson) if q.kind in ("listed", "declared")]
+            failed += show.questions(asked)
             continue
         if wrong:
             failed.append(said("{name}: checks failed: {count}").format(name=name, count=wrong))
@@ -309,45 +252,22 @@ def judge_mutants(
     workers: Annotated[int, typer.Option(help="So many at a time, each in a process of its own.")] = 4,
 ) -> None:
     """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
+    which = _meant(which)
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: these mutants are of kernels that run on one kind of GPU only."))
         return
     failed: list[str] = []
-    folder = REPORTS / device.name()
     lessons = list(_with_kernels(which, failed))
-    todo = [
-        (name, mutant)
-        for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability())
-        if again or not gpu_mutants.fresh(folder, name, mutant)
-    ]
-    left = [(name, mutant, why) for name, mutant in todo if (why := gpu_mutants.lacks(name, mutant))]
-    for name, mutant, why in left:
-        todo.remove((name, mutant))
-        show.console.print(said("{name}: left out: {why}").format(name=f"{name}: {mutant.why}", why=why))
-    body = []
-    with ThreadPoolExecutor(workers) as pool:
-        for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
-            try:
-                judged = done.result()
-            except RuntimeError as why:
-                failed.append(str(why))
-                continue
-            gpu_mutants.save(folder, judged)
-            line = [judged.lesson, judged.rung, judged.mutant, judged.caught_by or "ACCEPTED", judged.case]
-            show.console.print(": ".join(line[:4]))
-            body.append(line)
-    heading = counted(len(body), said("1 mutant judged"), said("{count} mutants judged"))
-    show.table(heading, [said("lesson"), said("rung"), said("wrong in"), said("caught by"), said("on")], body)
-    _end([*failed, *gpu_mutants.contradicted(lessons)])
+    _end([*failed, *on_gpu.judged(lessons, again, workers)])
 
 
 @app.command(name="sanitize")
 def run_sanitizers(
-    which: Which = "",
-    tool: Annotated[
-        list[str] | None, typer.Option(help=f"Only this: {', '.join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))}.")
-    ] = None,
-    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    which: LessonOrOperator = "",
+    tool: Annotated[list[str] | None, typer.Option(help=f"Only this: {', '.join(sanitize.ALL)}.")] = None,
+    rung: Annotated[
+        str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
+    ] = "",
     shape: Annotated[
         str, typer.Option(help="One case in place of the checks: 'B=1 H=3 S=384 D=128 causal=True'.")
     ] = "",
@@ -355,11 +275,15 @@ def run_sanitizers(
         int, typer.Option(help="Fill so many SMs: with few, a small shape gives a persistent program several tiles.")
     ] = 0,
 ) -> None:
-    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error."""
-    tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
-    if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
-        known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
+    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error.
+
+    Lessons by their checks, operators by small cases that launch each kernel of their dispatch. Rows are kept.
+    """
+    tools = tool or [*sanitize.ALL]
+    if unknown := [each for each in tools if each not in sanitize.ALL]:
+        known = ", ".join(sanitize.ALL)
         raise typer.BadParameter(said("{what}: there are {known}").format(what=f"--tool {unknown[0]}", known=known))
+    which = _watched(which, rung)
     try:
         part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
     except ValueError as error:
@@ -368,58 +292,28 @@ def run_sanitizers(
         show.console.print(sanitize.lacks(tools[0]))
         return
     failed: list[str] = []
-    known_reports = sanitize.argued()
-    lessons = list(_with_kernels(which, failed))
-    if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
-        none, here = (
-            said("{option}: no lesson has a rung of that name"),
-            said("{option}: {which} has no rung of that name"),
-        )
-        raise typer.BadParameter((here if which else none).format(option=f"--rung {rung}", which=which))
-    for each in tools:
-        if why := sanitize.lacks(each):
-            show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
-            continue
-        for name, _ in lessons:
-            try:
-                found = sanitize.run(name, each, part)
-            except sanitize.NotUnderstood as error:
-                failed.append(str(error))
-                continue
-            sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
-            errors = sanitize.unargued(found, known_reports)
-            words = said("{name}, {tool}: {argued} argued, {errors} not")
-            counts = {"argued": len(found) - len(errors), "errors": len(errors)}
-            show.console.print(words.format(name=f"{name} {part}".strip(), tool=each, **counts))
-            failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
-    _end(failed)
+    _end([*failed, *on_gpu.sanitized(list(_lessons_and_operators(which, failed)), tools, part)])
 
 
 @app.command(name="beside")
 def repeat_beside(
-    which: Which = "",
+    which: LessonOrOperator = "",
     seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
-    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    rung: Annotated[
+        str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
+    ] = "",
 ) -> None:
-    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
+    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows.
+
+    Operators too, by large cases that launch each kernel of their dispatch.
+    """
+    which = _watched(which, rung)
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
-    found: list[beside.Repeated] = []
-    try:
-        for each in beside.measured(list(_with_kernels(which, failed)), seconds, rung):
-            found.append(each)
-            where = said("beside another process") if each.neighbour else said("alone")
-            words = said("{rung}, {where}: {differ} of {calls} answers differ")
-            which_rung = f"{each.lesson}.{each.rung}"
-            show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
-            if each.neighbour:  # now, in case that the command is stopped before its end
-                beside.save(REPORTS / device.name(), next(pair for pair in beside.pairs(found) if each in pair))
-    except Missing as missing:
-        failed.append(str(missing))
-    failed += filter(None, map(beside.wrong, beside.pairs(found)))
-    _end(failed)
+    lessons = list(_lessons_and_operators(which, failed))
+    _end([*failed, *on_gpu.repeated(lessons, seconds, rung)])
 
 
 @app.command()
@@ -443,6 +337,7 @@ def bench(
     if operators:
         words = said("{names}: one name of lessons; operators are named after `bench ops`")
         raise typer.BadParameter(words.format(names=" ".join(operators)))
+    which = _meant(which)
     if not device.HAS_GPU:
         show.console.print(
             said("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
@@ -468,16 +363,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: nothing is timed. `bench ops --release` lists what has no row."))
         return
-    path = rows.REPORTS / device.name() / operator_rows.FILE
-    todo = operator_rows.missing(operator_rows.read(path), operator_rows.cases(names))
-    with operator_bench.Processes(workers, minutes) as processes:
-        done = operator_bench.run(
-            todo, processes.timed, path, minutes, ahead=processes.ahead,
-            turn=max(1, operator_bench.AHEAD * workers), say=lambda line: print(line, flush=True),
-        )  # fmt: skip
-    words = said("{done} of {count} shapes timed, rows in {path}")
-    show.console.print(words.format(done=done, count=len(todo), path=path))
-    show.operators(operator_rows.read(path))
+    on_gpu.timed(names, minutes, workers)
 
 
 @app.command(name="fuzz")
@@ -498,9 +384,10 @@ def fuzz_operators(
 
     Counts are added to reports/fuzz.csv. Each fault's smallest case is added to tests/fuzz/found.jsonl.
     """
+    case = _case(replay) if replay else None
     names, modes = operators or [], mode or (["gpu"] if device.HAS_GPU else ["cpu", "interpreted"])
     known = fuzz.questions()
-    if wrong := sorted(set(names) - set(known)):
+    if wrong := sorted({*names, *([case["operator"]] if case else [])} - set(known)):
         words = said("course_ops has no {wrong}. It has {known}")
         raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(sorted(known))))
     if wrong := sorted(set(modes) - set(fuzz.MODES)):
@@ -509,10 +396,10 @@ def fuzz_operators(
     if "gpu" in modes and not device.HAS_GPU:
         raise typer.BadParameter(said("mode gpu needs a GPU, and none was found"))
     failed: list[str] = []
-    if replay:
+    if case:
         for each in modes:
             with fuzzing.Worker(each) as worker:
-                outcome = worker.ask(json.loads(replay))
+                outcome = worker.ask(case)
             print(f"{each}: {outcome.kind} {outcome.said}", flush=True)
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
         _end(failed)
@@ -531,6 +418,21 @@ def fuzz_operators(
                c.false_alarms, c.seconds] for c, older in fuzzing.table(fuzzing.asked(names, modes))]  # fmt: skip
     show.table(said("cases of today's code"), title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
+
+
+def _case(text: str) -> fuzz.Case:
+    """The case that `--replay` names. What is no case is said in the words of the command line."""
+    try:
+        case: fuzz.Case = json.loads(text)
+    except ValueError as why:
+        raise typer.BadParameter(said("--replay takes a case as JSON: {why}").format(why=why)) from None
+    if not isinstance(case, dict) or (lacks := [key for key in fuzz.KEYS if key not in case]):
+        words = said("--replay takes a case as tests/fuzz/found.jsonl has it; this one lacks {keys}")
+        raise typer.BadParameter(words.format(keys=", ".join(lacks if isinstance(case, dict) else fuzz.KEYS)))
+    if case["direction"] not in fuzz.DIRECTIONS:
+        words = said("{wrong} is no direction: {known}")
+        raise typer.BadParameter(words.format(wrong=repr(case["direction"]), known=", ".join(fuzz.DIRECTIONS)))
+    return case
 
 
 @app.command(name="compile")
@@ -589,8 +491,7 @@ def try_versions(
     why. Needs no GPU. A stopped run goes on where it was. Of some lessons nothing is written.
     Triton 3.10 will switch fused multiply-add off by default: last bits and speed of kernels may then change.
     """
-    if which := "" if which == "all" else renames.meant("lessons", which) or which:
-        _chosen(which)  # or it is not there
+    which = _meant(which)
     pairs = [p for p in versions.PAIRS if (not torch or p[0] in torch) and (not triton or p[1] in triton)]
     wanted = [t for t in compiled.TARGETS if not target or str(t) in target]
     if not pairs or len(wanted) < len({*(target or ())}):
@@ -686,6 +587,8 @@ def count(
     """Count what emulated CUDA kernels ask of memory, test what lessons say of it, and write reports/emulated."""
     broken: list[str] = []
     chosen = [(name, lesson) for name, lesson in _with_kernels(which, broken) if lesson.extension]
+    if not chosen and not broken:
+        raise typer.BadParameter(said("no CUDA C++ lesson matches {which}").format(which=repr(which)))
     if by_ncu:
         if why := ncu.lacks():
             show.console.print(why)
@@ -724,7 +627,9 @@ def write_report(
         for path in made:
             show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
         return
-    for path in report.write():
+    with show.console.status(said("making pages")):
+        changed = report.write()
+    for path in changed:
         show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
     _warn(paths.routes())
     if old := stale.old():
@@ -770,7 +675,9 @@ def measure_again(
 ) -> None:
     """Measure again on this GPU what `stale` lists: rows, tables, mutants, operators; then draw random cases.
 
-    What has to be compiled is called first, many at a time. Afterwards: `report`, and `stale --record`.
+    What has to be compiled is called first, many at a time. A fifth of the time left before the random cases goes to
+    sanitizers and neighbours that were not run on today's code, the cheapest first, each for a quarter of that at most.
+    Afterwards: `report`, and `stale --record`.
     """
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: nothing is measured. `stale` lists what is old."))
@@ -782,33 +689,55 @@ def measure_again(
 def new_lesson(
     name: Annotated[str, typer.Argument(help="Its name in full: day2_triton_basics.lesson18_silu.")],
     problem: Annotated[str, typer.Option(help="The file of problems/ that it answers; a new one is begun.")],
-    after: Annotated[str, typer.Option(help="The lesson, in full, that stands before it in the whole course.")],
+    after: Annotated[str, typer.Option(help="The lesson that stands before it in the whole course.")],
 ) -> None:
-    """Begin a lesson: its file, its problem if that is new, and its line in the path of the whole course."""
+    """Begin a Triton lesson: its file, its problem if that is new, and its line in the path of the whole course.
+
+    A lesson in CUDA C++ begins as a copy of cuda_src/02_vector_add.cu and .py.
+    """
     try:
-        made = new.lesson(name, problem, after)
+        made = new.lesson(name, problem, _one(after)[0])
     except ValueError as why:
         raise typer.BadParameter(str(why)) from None
     for path in made:
         show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
     command = f"{exercises.COURSE} check {name.partition('.')[2]}"
     show.console.print(said("What it still lacks says: {command}").format(command=command))
+    words = said("The suite asks more, its hours, translations and pages: {command}")
+    show.console.print(words.format(command="python3 course.py test"))
 
 
 @app.command()
 def depends(function: str) -> None:
-    """Which lessons and rows depend on a function: `ring_slot`, `problems.softmax.inputs`, `cuda_src/a.cu:kernel`."""
-    found = dependents.dependents(function)
+    """What depends on a function: lessons, operators, rows. `ring_slot`, `problems.gelu.inputs`, `cuda_src/a.cu:f`."""
+    if dependents.is_of_the_kit(function):
+        words = said("{function} judges lessons: no row depends on it, and every lesson's checks may")
+        _end([words.format(function=function)])
+    with show.console.status(said("reading what lessons and operators reach")):
+        found = dependents.dependents(function)
+        places = [] if found else dependents.defined(function)
+        close = [] if found or places else dependents.closest(function)
+    if places:
+        words = said("no lesson and no operator reaches {function} of {files}")
+        _end([words.format(function=function, files=", ".join(map(str, places)))])
     if not found:
-        if dependents.is_of_the_kit(function):
-            words = said("{function} judges lessons: no row depends on it, and every lesson's checks may")
-            _end([words.format(function=function)])
-        _end([said("no lesson's rungs, inputs or work reach {function}").format(function=function)])
-    body = ([each.function, each.lesson, ", ".join(each.through), each.rows or ""] for each in found)
-    measured = {each.lesson: each.rows for each in found}
-    words = said("{lessons} lessons and {rows} rows depend on {function}")
-    heading = words.format(lessons=len(measured), rows=sum(measured.values()), function=function)
-    show.table(heading, [said("function"), said("lesson"), said("through"), said("rows")], body)
+        words = said("there is no function {function}. The closest: {close}")
+        _end([words.format(function=function, close=", ".join(close) or said("none"))])
+    body = []
+    for each in found:
+        through = ", ".join(said(part) for part in each.through)
+        count = f"{each.rows} ({operator_rows.FILE})" if each.is_operator and each.rows else each.rows or ""
+        body.append([each.function, each.lesson, through, count])
+    measured = {each.lesson: (each.is_operator, each.rows) for each in found}
+    operators, lines = (sum(column) for column in zip(*measured.values(), strict=True))
+    lessons = len(measured) - operators
+    parts = [
+        counted(lessons, said("1 lesson"), said("{count} lessons")),
+        counted(operators, said("1 operator"), said("{count} operators")),
+        counted(lines, said("1 row"), said("{count} rows")),
+    ]
+    heading = said("what depends on {function}: {what}").format(function=function, what=listed(parts))
+    show.table(heading, [said("function"), said("lesson or operator"), said("through"), said("rows")], body)
 
 
 @app.command(name="words")
@@ -905,7 +834,7 @@ def predict(
 def take_quiz(
     name: Annotated[str, typer.Argument(help="day1 to day5, cuda; nothing: which there are.")] = "",
     part: Annotated[str, typer.Argument(help="before or after: the same skills, other questions.")] = "before",
-    answers: Annotated[str, typer.Option(help='In order, with commas: "274, b, 5". Nothing is asked.')] = "",
+    answers: Annotated[str, typer.Option(help='One a question, with commas: "1, 2, 3, a". Nothing is asked.')] = "",
     only_show: Annotated[bool, typer.Option("--show", help="Print the questions and ask nothing.")] = False,
 ) -> None:
     """Take the short test of a day, before it and after it: predict a number, find the bug, choose the repair.
@@ -943,12 +872,15 @@ def show_progress(
 @app.command()
 def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
-    name, _ = _one(lesson)
+    name, found = _one(lesson)
+    if isinstance(found, Steps):
+        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to compare").format(name=name))
 
     def source(rung: str) -> list[str]:
-        if not hasattr(sys.modules[name], rung):
-            raise typer.BadParameter(said("{name} has no function {rung}").format(name=name, rung=repr(rung)))
-        return rung_source.lines(name, rung)
+        try:
+            return rung_source.lines(name, trace.rung(found, rung).__name__, said)
+        except ValueError as why:
+            raise typer.BadParameter(f"{name}: {why}") from None
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
         show.console.print(
@@ -967,6 +899,10 @@ def web_edition(
 
 if __name__ == "__main__":
     try:
-        app()
+        app(prog_name=exercises.COURSE)
     except progress.Damaged as error:
         sys.exit(str(error))
+    except OSError as error:
+        if not error.filename:
+            raise
+        sys.exit(f"{error.filename}: {error.strerror}")

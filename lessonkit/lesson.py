@@ -105,7 +105,7 @@ class Prediction:
     card: a name of the table of chips (base.chips).
     One of `ms`, `tflop_per_s`, `tb_per_s`, `percent_of_limit`, or `times`: so many times as fast as the rung `over`.
     Each is a figure, or two: from and to.
-    why: one sentence, where what was measured is more than 15% off; there and nowhere else.
+    why: one sentence, where what was measured is more than 15% off, or a gain by more than half; nowhere else.
     """
 
     rung: Rung
@@ -268,7 +268,7 @@ class Lesson:
     rungs       slowest first; the name is the idea; where the last one refuses a case, it names the operator of
                 course_ops that takes it
     wrong       mutants, each of which the checks must reject
-    claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
+    claims      rung -> what its compiled code must show (cuda.sass.broken_claims); in CUDA C++ kernel's name -> that
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     passes_why  why `passes` is not what the lesson's text predicts, where it is not: the interpreter has no cache
     grad        the differentiable op that the lesson ends in; its gradients are checked too

@@ -304,7 +304,7 @@ def inputs_backward(*sizes, dtype=torch.float32, **options):
 
 
 def work_backward(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, D_v=None, **_):
-    """Q, O, dO, K, V and lse read, dQ, dK and dV written; five products of each seen pair."""
+    """Q, O, dO, K, V and lse read, dQ, dK and dV written; five matmuls for each visible pair."""
     S_k, D_v = S if S_k is None else S_k, D_v or D
     bytes = 2 * B * (D + D_v) * (H * S + (H_kv or H) * S_k) * dtype.itemsize + 4 * B * H * S
     return Work(bytes=bytes, flops=B * H * (6 * D + 4 * D_v) * pairs(S, S_k, causal, window))

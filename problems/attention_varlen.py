@@ -221,7 +221,7 @@ def _with_gradient(mean, q, k, v, *given):
 
 
 def work_backward(lengths, H, D, dtype, keys=None, H_kv=None, D_v=None, causal=False, window=None, **_):
-    """Q, O, dO, K, V and lse read, dQ, dK and dV written; five matmuls of each seen pair."""
+    """Q, O, dO, K, V and lse read, dQ, dK and dV written; five matmuls for each visible pair."""
     total_q, total_k, D_v = sum(lengths_of(lengths)), sum(lengths_of(keys or lengths)), D_v or D
     bytes = 2 * (D + D_v) * (H * total_q + (H_kv or H) * total_k) * dtype.itemsize + 4 * H * total_q
     return Work(bytes=bytes, flops=H * (6 * D + 4 * D_v) * _pairs(lengths, keys, causal, window))

@@ -11,9 +11,11 @@ from lessonkit.base import device
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import REPORTS
 from lessonkit.base.tables import read_csv
+from lessonkit.commands import on_gpu
 from lessonkit.lesson import discover, kernels
-from lessonkit.measure import beside
-from lessonkit.measure.beside import Repeated
+from lessonkit.measure import beside, operator_cases
+from lessonkit.measure.beside import Repeated, measured
+from lessonkit.measure.operator_cases import Chosen
 from lessonkit.pages import report
 
 import pytest
@@ -189,7 +191,9 @@ def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, onl
     monkeypatch.setattr(beside, "kinds", lambda name, rung: ["spinning"])
     monkeypatch.setattr(beside, "repeat", lambda call, seconds, synchronize: beside.Calls(7, 0, (), ()))
     monkeypatch.setattr(beside, "_taken", lambda lesson, rung: (lesson.checks[0], torch.float32))
-    found = list(beside.measured([(name, lesson), ("day.b", lesson)], 0.0, only))
+    monkeypatch.setattr(beside.operator_cases, "source", lambda name, rung: f"{name} {rung}")
+    found = [each for (each,) in beside.measured([(name, lesson), ("day.b", lesson)], 0.0, only)]
+    assert all(each.source == f"{each.lesson} {each.rung}" for each in found)
     rungs = [(of, rung.__name__) for of in (name, "day.b") for rung in lesson.rungs if only in ("", rung.__name__)]
     assert [(each.lesson, each.rung, each.neighbour) for each in found] == [
         (*r, n) for n in (False, True) for r in rungs
@@ -197,6 +201,38 @@ def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, onl
     assert neighbours == [1]
     assert beside.pairs(found) == [[each for each in found if (each.lesson, each.rung) == rung] for rung in rungs]
     assert beside.pairs(found[:-1]) == beside.pairs(found)[:-1], "half of a pair says nothing"
+
+
+def test_the_cases_of_an_operator_share_the_seconds_and_are_kept_together(monkeypatch, repeated, tmp_path):
+    """Two cases of a direction, one of them in deterministic mode: rows of both, in place of earlier ones."""
+    small = Chosen({"n": 8}, "float32", ("scan.look_back_kernel",), deterministic=False, varies=True)
+    cases = (small, replace(small, kernels=("scan.block_sums_kernel",), deterministic=True, varies=False))
+    modes, seconds_of = [], []
+
+    def repeat(call, seconds, synchronize):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        seconds_of.append(seconds)
+        return beside.Calls(7, 0, (), ())
+
+    monkeypatch.setattr(beside, "neighbour", nullcontext)
+    monkeypatch.setattr(beside, "repeat", repeat)
+    monkeypatch.setattr(beside.operator_cases, "chosen", lambda name, direction, large: cases)
+    lessons = operator_cases.lessons("course_ops.scan")
+    for found in (measured(lessons, 6.0, "forward"), measured(lessons, 6.0, "forward")):
+        repeated[:] = [each for whole in found for each in whole]
+        beside.save(tmp_path, repeated)
+    assert modes[:4] == [False, True] * 2
+    assert set(seconds_of) == {3.0}
+    assert [(each.case, each.neighbour, each.varies) for each in repeated] == [
+        (case, neighbour, varies)
+        for neighbour in (False, True)
+        for case, varies in (("n=8", True), ("n=8 deterministic", False))
+    ]
+    assert len(beside.pairs(repeated)) == 2
+    rows = read_csv(tmp_path / beside.NAME)
+    assert [row["kernels"] for row in rows] == ["scan.look_back_kernel", "scan.block_sums_kernel"] * 2
+    assert {row["source"] for row in rows} == {operator_cases.source("course_ops.scan", "forward")}
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_neighbour_that_ends_is_an_error(monkeypatch):
@@ -216,11 +252,11 @@ def test_a_neighbour_is_there_inside_and_gone_after(monkeypatch):
 def repeated(monkeypatch, tmp_path):
     """A machine with a GPU, where one rung is repeated; `beside` says how it went."""
     found = [ALONE, BESIDE]
-    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
     monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
-    monkeypatch.setattr(beside, "measured", lambda lessons, seconds, rung: iter(found))
+    monkeypatch.setattr(beside, "measured", lambda lessons, seconds, rung: ([each] for each in found))
     return found
 
 
@@ -237,7 +273,7 @@ def test_what_is_whole_is_kept_where_the_command_is_stopped(repeated, tmp_path, 
     """The second rung has been repeated alone when the process dies."""
 
     def dies(lessons, seconds, rung):
-        yield from (ALONE, replace(ALONE, rung="other"), BESIDE)
+        yield from ([ALONE], [replace(ALONE, rung="other")], [BESIDE])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(beside, "measured", dies)

@@ -17,7 +17,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 from lessonkit.base import chips
 from lessonkit.base.errors import Missing
-from lessonkit.base.words import speaking
+from lessonkit.base.words import speaking, translated
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
@@ -369,11 +369,12 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
 
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
     mul = source.find("day2_triton_basics.exercise01_mul")[0]
+    stub = mul.read(mul.stub, partial(translated, language=language))
     with serving(book) as server:
         tab.goto(f"{server.address}{language}/{EXERCISE}.html")
         check, hint, reset = (tab.locator(".exercise > .exercise-buttons button").nth(n) for n in range(3))
         tab.wait_for_selector(".exercise-state:not(:empty)")
-        assert tab.input_value("#exercise-text") == mul.stub
+        assert tab.input_value("#exercise-text") == stub
         assert not tab.is_visible(".exercise-terminal")
 
         check.click()
@@ -384,7 +385,7 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         tab.wait_for_selector(".exercise:not([aria-busy])")
 
         mine = progress.answer_file(mul)  # another editor saves, and the terminal checks
-        mine.write_text(mul.stub + "# mine\n")
+        mine.write_text(stub + "# mine\n")
         tab.fill("#exercise-text", mul.solution)
         tab.press("#exercise-text", "Control+Enter")
         keep = tab.locator(".exercise-said button").nth(1)
@@ -401,7 +402,7 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         tab.wait_for_selector(".exercise-state:not(:empty)")
         tab.on("dialog", lambda dialog: dialog.accept())
         reset.click()
-        expect(tab.locator("#exercise-text")).to_have_value(mul.stub, timeout=PATIENCE)
+        expect(tab.locator("#exercise-text")).to_have_value(stub, timeout=PATIENCE)
     assert progress.of(mul).passed == ""
     assert not tab.wrong, "\n".join(tab.wrong)
 
@@ -436,12 +437,13 @@ def host(tmp_path_factory):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_an_exercise_is_failed_hinted_and_passed_without_a_server(tab, host, language):
     mul = source.find("day2_triton_basics.exercise01_mul")[0]
+    stub = mul.read(mul.stub, partial(translated, language=language))
     tab.clock.install()
     tab.goto(f"{host}{language}/{EXERCISE}.html")
     assert tab.is_visible(".exercise-terminal"), "until Python is asked for"
     tab.click(".exercise button")
     tab.wait_for_selector("#exercise-text")
-    assert tab.input_value("#exercise-text") == mul.stub
+    assert tab.input_value("#exercise-text") == stub
     check, hint, _ = (tab.locator(".exercise > .exercise-buttons button").nth(n) for n in range(3))
     check.click()
     tab.wait_for_selector(".exercise-refused")

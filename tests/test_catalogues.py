@@ -429,10 +429,17 @@ def test_read_prints_the_file_in_chinese(catalogue):
     assert "paragraphs have no translation yet" in text
 
 
+def test_what_changes_between_rungs_is_said_in_chinese():
+    code, text = run("diff", "lesson01_vector_add", "add_element", "add_block", "--lang", "zh")
+    assert code == 0
+    assert "+def add_block(x, y):" in text
+    assert "每个 program 128 个元素" in text
+
+
 def test_the_list_of_new_words_is_made_from_its_terms():
     assert (
-        languages.in_words("New words (GLOSSARY.md): warp, lane.", "zh")
-        == "新词（见 GLOSSARY.zh-CN.md）：线程束 warp、通道 lane。"
+        languages.in_words("New words (GLOSSARY.md): warp, sector.", "zh")
+        == "新词（见 GLOSSARY.zh-CN.md）：warp、扇区 sector。"
     )
 
 

@@ -19,6 +19,11 @@ from typer.testing import CliRunner
 invoke = CliRunner().invoke
 
 
+def in_one_line(text):
+    """What a box of a terminal says, however wide the terminal is."""
+    return " ".join(re.sub("[╭─╮│╰╯]", " ", text).split())
+
+
 def test_list_names_every_lesson(monkeypatch):
     monkeypatch.setattr(show.console, "_width", 1000)
     result = invoke(cli.app, ["list"])
@@ -48,11 +53,10 @@ cli.app()
     ("which", "closest"), [("lesson99_softmaks", "lesson05_softmax"), ("autogard", "lesson03_autograd")]
 )
 def test_unknown_lesson_says_which_are_close(which, closest, monkeypatch):
-    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
     result = invoke(cli.app, ["check", which])
     assert result.exit_code == 2
-    assert closest in result.output
-    said = re.sub(r"[\s│]+", " ", result.output)
+    said = in_one_line(result.output)
+    assert closest in said
     assert len(re.search(r"The closest: (.*?)\. All: .* list", said)[1].split(", ")) == 3
 
 
@@ -123,6 +127,36 @@ def test_an_unknown_lesson_is_a_mistake(command):
     assert invoke(cli.app, [*command.split(), "lesson99"]).exit_code == 2
 
 
+@pytest.mark.parametrize("command", ["bench", "beside", "sanitize", "mutants", "versions"])
+def test_an_unknown_lesson_is_a_mistake_without_a_gpu_too(command, monkeypatch):
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    assert invoke(cli.app, [command, "lesson99"]).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["beside", "sanitize"])
+def test_an_unknown_rung_is_a_mistake_without_a_gpu_too(command, monkeypatch):
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    assert invoke(cli.app, [command, "lesson01_vector_add", "--rung", "nothing"]).exit_code == 2
+    assert invoke(cli.app, [command, "lesson01_vector_add", "--rung", "add_block"]).exit_code == 0
+
+
+def test_count_is_of_cuda_lessons(monkeypatch):
+    monkeypatch.setattr(report, "write", lambda: pytest.fail("wrote pages"))
+    result = invoke(cli.app, ["count", "lesson05_softmax"])
+    assert result.exit_code == 2
+    assert "no CUDA C++ lesson matches 'lesson05_softmax'" in in_one_line(result.output)
+
+
+def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    there = tmp_path / "file" / "learner.json"
+    command = [sys.executable, "-m", "lessonkit", "progress", "--json", "--out", str(there)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{there}: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_all_is_every_lesson():
     assert [name for name, _ in cli._chosen("all")] == [name for name, _ in discover()]
 
@@ -157,7 +191,13 @@ def test_diff_shows_the_idea():
     result = invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "add_block"])
     assert result.exit_code == 0
     assert "+    mask = offsets < n" in result.output
-    assert invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "nothing"]).exit_code == 2
+
+
+@pytest.mark.parametrize("second", ["nothing", "torch", "LESSON", "add_block_kernel"])
+def test_diff_takes_rungs_alone_and_says_which_there_are(second):
+    result = invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", second])
+    assert result.exit_code == 2
+    assert f"no rung '{second}'; there are add_element, add_block, add_wide" in in_one_line(result.output)
 
 
 def test_diff_finds_rungs_in_a_lessons_folder():

@@ -11,7 +11,7 @@ from io import StringIO
 import lessonkit.__main__ as cli
 from lessonkit import device, lesson
 from lessonkit.base.files import ROOT
-from lessonkit.commands import course_run, show
+from lessonkit.commands import course_run, running, show
 from lessonkit.commands.parallel import Ended
 from lessonkit.judge import verdicts
 from lessonkit.lesson import Steps
@@ -30,7 +30,7 @@ def course(tmp_path, monkeypatch):
     for name in NAMES:
         (tmp_path / f"{name.replace('.', '/')}.py").write_text("import day8_x.shared\n" if "two" in name else "")
     (tmp_path / "day8_x/shared.py").touch()
-    for module in (cli, course_run, lesson, verdicts):
+    for module in (running, course_run, lesson, verdicts):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(course_run, "FILE", tmp_path / ".course_run.json")
     monkeypatch.setattr(cli, "discover", lambda which="": [(name, Steps(())) for name in lesson.names(which)])
@@ -48,7 +48,7 @@ def course(tmp_path, monkeypatch):
                 ran.append(path.stem.split("_")[1])
                 yield Ended(nth, f"printed by {path.stem}\n".encode(), (ends or {}).get(ran[-1], 0), 60.0)
 
-        monkeypatch.setattr(cli, "run_scripts", run_scripts)
+        monkeypatch.setattr(running, "run_scripts", run_scripts)
         verdicts.forget()
         with show.console.capture() as said:
             result = CliRunner().invoke(cli.app, ["run", *words])
@@ -72,11 +72,11 @@ def test_a_run_that_was_stopped_goes_on(course):
     assert "going on" not in said
 
 
-@pytest.mark.parametrize("by", cli.STOPS)
+@pytest.mark.parametrize("by", running.STOPS)
 def test_each_way_to_stop(course, by):
-    before = [signal.getsignal(number) for number in cli.STOPS]
+    before = [signal.getsignal(number) for number in running.STOPS]
     assert course(stop="two", by=by)[:2] == (["one"], 130)
-    assert [signal.getsignal(number) for number in cli.STOPS] == before
+    assert [signal.getsignal(number) for number in running.STOPS] == before
 
 
 def test_again_starts_over(course):
@@ -143,7 +143,7 @@ def test_a_part_of_a_name_says_first_which_lessons_run(course):
 
 
 def test_a_line_when_a_lesson_ends(course, monkeypatch):
-    monkeypatch.setattr(cli.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 1)
     said = course(ends={"two": 3})[2]
     assert "[1/3] day8_x.lesson01_one ok 60 s, about 2 min left\n" in said
     assert "[2/3] day8_x.lesson02_two FAILED (exit 3) 60 s, about 1 min left\n" in said

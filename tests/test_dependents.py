@@ -1,9 +1,9 @@
-"""`depends`: which lessons and rows a function reaches."""
+"""`depends`: which lessons, operators and rows a function reaches."""
 
 from lessonkit.__main__ import app
 from lessonkit.commands import show
 from lessonkit.lesson import kernels
-from lessonkit.measure import dependents
+from lessonkit.measure import dependents, operator_rows
 
 import pytest
 from typer.testing import CliRunner
@@ -20,9 +20,10 @@ def three_lessons(monkeypatch):
 
 
 def test_inputs_are_of_every_row():
-    (python, cuda) = dependents.dependents("problems.layer_norm.inputs")
+    python, cuda, operator = dependents.dependents("problems.layer_norm.inputs")
     assert (python.lesson, python.through) == (NORM, ("inputs",))
     assert (cuda.lesson, cuda.through) == (SUM, ("inputs",))
+    assert (operator.lesson, operator.through[:1]) == ("course_ops.layer_norm", ("inputs",))
     assert python.rows > 0
 
 
@@ -38,6 +39,20 @@ def test_a_function_of_a_program_has_its_rows():
     assert "layernorm_welford" in only.through
 
 
+def test_a_shipped_kernel_has_the_rows_of_its_operator():
+    (kernel,) = dependents.dependents("softmax_packed_kernel")
+    assert (kernel.lesson, kernel.through) == ("course_ops.softmax", ("forward",))
+    (timed,) = dependents.dependents("course_ops.softmax._softmax")
+    assert 0 < kernel.rows == timed.rows
+    rows = [row for f in dependents.device_folders() for row in operator_rows.read(f / operator_rows.FILE)]
+    assert kernel.rows == sum((row.operator, row.direction) == ("softmax", "forward") for row in rows)
+
+
+def test_the_public_function_of_an_operator_is_known_and_no_row_is_of_it():
+    (only,) = dependents.dependents("course_ops.softmax.softmax")
+    assert (only.lesson, only.through, only.rows) == ("course_ops.softmax", (dependents.PUBLIC,), 0)
+
+
 def said(name):
     with show.console.capture() as printed:
         done = CliRunner().invoke(app, ["depends", name])
@@ -45,10 +60,15 @@ def said(name):
 
 
 def test_what_nothing_reaches_is_said():
-    code, text = said("nobody")
+    code, text = said("mean_kernle")
     assert code == 1
-    assert "no lesson's rungs, inputs or work reach nobody" in text
+    assert "there is no function mean_kernle. The closest: mean_kernel" in text
+    code, text = said("softmax_row")  # of a lesson that is not among the three
+    assert code == 1
+    assert "no lesson and no operator reaches softmax_row of day2_triton_basics/lesson05_softmax.py" in text
     code, text = said("lessonkit.judge.check.check")
     assert code == 1
     assert "judges lessons" in text
-    assert said("mean_kernel")[0] == 0
+    code, text = said("mean_kernel")
+    assert code == 0
+    assert "what depends on mean_kernel: 1 lesson, 0 operators, " in text

@@ -12,6 +12,7 @@ from pathlib import Path
 from lessonkit import device
 from lessonkit.base import files
 from lessonkit.base.files import environment
+from lessonkit.base.words import speaking
 from lessonkit.commands import exercises
 from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import desk, grade, progress, source
@@ -89,6 +90,30 @@ def test_a_learners_way(answers, monkeypatch):
     assert mine.with_name(mine.name + ".old").read_text() == MUL.solution
     assert not progress.of(MUL).passed
     assert progress.of(MUL).hints == 3
+
+
+@interpreted
+def test_a_learner_who_reads_chinese(answers, monkeypatch):
+    """The stub and the solution have Chinese comments; begun in one language, it is checked in the other."""
+    mine = progress.answer_file(MUL)
+    with speaking("zh"):
+        run("next", "mul")
+        assert "# TODO(1): 哪些元素是这个 program 的？" in mine.read_text()
+    _, text = run("check", "mul")
+    assert "TODO(1) is as it was (and 1 more)" in text
+    run("reset", "mul")
+    assert not mine.with_name(mine.name + ".old").exists(), "nothing had been written"
+    assert mine.read_text() == MUL.stub
+    mine.write_text(MUL.wrong(MUL.exercise.wrong[0]))
+    with speaking("zh"):
+        code, text = run("check", "mul")
+    assert code == 1
+    assert "落在这次启动的所有张量之外；第一个是 y_ptr 的第 1 号元素" in text
+    mine.write_text(MUL.solution)
+    with speaking("zh"):
+        code, text = run("check", "mul")
+    assert code == 0
+    assert "# TODO(2): 从 dz 和前向保存的内容返回 dx 和 dy。" in text
 
 
 @interpreted
@@ -262,6 +287,8 @@ def test_runs_from_the_command_line(tmp_path):
     assert "never written" in done.stdout
     assert "Stuck: python3 course.py exercise hint" in done.stdout
     assert "Traceback" not in done.stderr
+    done = subprocess.run([*words[:-1], "nothing_like_it"], env=env, capture_output=True, text=True)
+    assert "Usage: python3 course.py exercise check" in done.stderr
 
 
 @interpreted

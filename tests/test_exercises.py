@@ -3,15 +3,18 @@
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lessonkit import device
 from lessonkit.base import files
 from lessonkit.base.chips import label
 from lessonkit.base.errors import Fault
+from lessonkit.base.words import speaking, translated
 from lessonkit.cuda import toolchain
 from lessonkit.exercise import compiled, grade, number, same, source
 from lessonkit.exercise.source import Source
+from lessonkit.judge import sentences
 from lessonkit.modes.compiled import second_target
 
 import pytest
@@ -95,6 +98,16 @@ def test_stub_fails_and_says_why(exercise):
 
 
 @each
+def test_a_stub_begun_in_chinese_is_the_stub_in_english_too(exercise):
+    chinese = exercise.read(exercise.stub, partial(translated, language="zh"))
+    assert chinese != exercise.stub
+    assert exercise.untouched(chinese) == list(exercise.regions)
+    assert exercise.is_stub(chinese)
+    assert exercise.is_stub(exercise.stub)
+    assert not exercise.is_stub(exercise.solution)
+
+
+@each
 def test_each_region_is_needed(exercise):
     """With one region left as the stub has it and all others written, the answer is refused."""
     skip_what_cannot_run(exercise)
@@ -136,6 +149,18 @@ def test_drift_is_an_error(tmp_path):
         Source(path).stub  # noqa: B018
 
 
+def in_chinese(refused):
+    with speaking("zh"):
+        return re.search("[\u4e00-\u9fff]", sentences.told(str(refused)))
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_why_an_answer_is_refused_is_said_in_chinese(wrong):
+    verdict = grade.grade(MUL, MUL.wrong(MUL.exercise.wrong[wrong]))
+    assert in_chinese(verdict.why) or device.HAS_GPU
+    assert sentences.told(f"n=1: {verdict.why}") == f"n=1: {verdict.why}"
+
+
 @pytest.mark.parametrize(
     ("got", "exact", "says"),
     [(8, 4, "2 to 10 times too large"), (3, 4, "a little too small"), (None, 4, "write a number"), (-4, 4, "sign"),
@@ -145,6 +170,7 @@ def test_number_does_not_give_itself_away(got, exact, says):
     with pytest.raises(AssertionError, match=says) as refused:
         number("bytes", got, exact)
     assert f"{exact}" not in str(refused.value).replace(str(got), "")
+    assert in_chinese(refused.value)
     number("bytes", 4.01, 4)
 
 
@@ -157,8 +183,9 @@ def test_same_says_the_first_difference():
         ([1], [1, 3], "expected 2 of them"),
         (1, 2, "expected 2, got 1"),
     ):
-        with pytest.raises(AssertionError, match=says):
+        with pytest.raises(AssertionError, match=says) as refused:
             same("x", got, expected)
+        assert in_chinese(refused.value)
     same("x", [1, 2], [1, 2])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from random import Random
@@ -245,6 +246,23 @@ def test_an_unknown_operator_is_refused():
     assert "softmax" in done.output
 
 
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("{bad", "takes a case as JSON"),
+        ("[]", "this one lacks operator, direction"),
+        ('{"operator": "softmax"}', "this one lacks direction, tensors"),
+        (json.dumps(SOFTMAX | {"operator": "softmx"}), "course_ops has no softmx"),
+        (json.dumps(SOFTMAX | {"direction": "sideways"}), "is no direction: forward, backward"),
+    ],
+)
+def test_what_is_no_case_is_refused_before_a_process_starts(case, says, monkeypatch):
+    monkeypatch.setattr(fuzzing, "Worker", lambda mode: pytest.fail("a process was started"))
+    done = CliRunner().invoke(app, ["fuzz", "--replay", case])
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.replace("│", " ").split())
+
+
 @KEPT
 @pytest.mark.parametrize("nth", range(len(fuzzing.found())))
 def test_what_was_found_is_mended(nth):
@@ -263,6 +281,7 @@ def test_what_was_found_is_mended(nth):
 def test_random_cases(operator, direction, mode):
     with fuzzing.Worker(mode) as worker:
         n = 500 if mode == MODES[-1] else 100
-        kinds, faults = fuzzing.drawn(operator, direction, mode, worker.ask, n, fuzzing.tonight(), math.inf)
+        tonight = int(time.time() // 86400)  # a seed that is another each day
+        kinds, faults = fuzzing.drawn(operator, direction, mode, worker.ask, n, tonight, math.inf)
     assert kinds.total() == n
     assert not faults, "\n".join(f"{each.fault}: {json.dumps(each.case)}" for each in faults)

@@ -113,7 +113,13 @@ def test_the_head_of_a_lesson_is_kept_up_to_date():
 
 @pytest.mark.parametrize(
     ("which", "says", "says_not"),
-    [("SM", "Streaming multiprocessor", "32 threads"), ("smem", "", ""), ("spills", "registers are full", "sector")],
+    [
+        ("SM", "Streaming multiprocessor", "32 threads"),
+        ("smem", "", ""),
+        ("spills", "registers are full", "sector"),
+        ("线程块", "thread block", "sector"),
+        ("multiply-add", "FLOP", "sector"),
+    ],
 )
 def test_a_word_is_explained_in_a_terminal(which, says, says_not):
     with __main__.show.console.capture() as printed:

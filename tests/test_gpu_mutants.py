@@ -9,6 +9,7 @@ from dataclasses import replace
 import lessonkit.__main__ as main
 from lessonkit.base.errors import Rejected
 from lessonkit.base.files import environment
+from lessonkit.commands import on_gpu
 from lessonkit.judge import apart, check, mutants
 from lessonkit.lesson import Mutant, discover, kernels
 from lessonkit.measure import gpu_mutants, rows
@@ -145,7 +146,7 @@ KITTENS = "day3_matmul_tk.lesson14_thunderkittens_matmul"
 
 
 def test_a_mutant_that_this_machine_lacks_something_for_is_left_out_with_the_reason(monkeypatch, tmp_path):
-    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "capability", lambda: 90)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")

@@ -1,8 +1,13 @@
 """`new`: a lesson is begun in three places, and nothing that stands there is touched."""
 
 import ast
+import dataclasses
+import sys
+import types
 
 from lessonkit.commands import new
+from lessonkit.judge import verify
+from lessonkit.pages import guides, minutes
 
 import pytest
 
@@ -15,7 +20,9 @@ def course(tmp_path):
     for folder in ("day2_triton_basics", "problems", "paths"):
         (tmp_path / folder).mkdir()
     (tmp_path / "problems" / "gelu.py").write_text("PROBLEM = 1\n")
-    (tmp_path / new.PATH).write_text(f'plan = [\n    "{FIRST}",\n    "last",\n]\n')
+    (tmp_path / "problems" / "zoo.py").write_text("HEADS = 1\n")
+    (tmp_path / f"{FIRST.replace('.', '/')}.py").touch()
+    (tmp_path / new.WHOLE_COURSE).write_text(f'plan = [\n    "{FIRST}",\n    "last",\n]\n')
     return tmp_path
 
 
@@ -32,6 +39,36 @@ def test_a_lesson_is_begun_in_three_places(course):
     assert functions == {"silu_kernel", "silu"}
 
 
+def test_a_lesson_that_was_begun_is_not_ready(course, monkeypatch):
+    """Each line that `new` leaves open is named with its place, and so is each thing that is not declared."""
+    made = new.lesson(NAME, "silu", FIRST, course)
+    texts = "".join(path.read_text() for path in made)
+    assert all(words in texts for words in verify.PLACEHOLDERS)
+    for place, module in ((made[1], "problems.silu"), (made[0], NAME)):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        exec(compile(place.read_text(), place, "exec"), vars(sys.modules[module]))
+    monkeypatch.setattr(verify, "ROOT", course)
+    begun = sys.modules[NAME].LESSON
+    with pytest.raises(AssertionError) as error:
+        verify.listed(NAME, begun)
+    left = str(error.value).splitlines()[1:]
+    assert len(left) == len(verify.PLACEHOLDERS)
+    assert "day2_triton_basics/lesson18_silu.py:1: " in left[0]
+    assert any(line.startswith("problems/silu.py:") and "NotImplementedError" in line for line in left)
+    both = dataclasses.replace(begun, refuses=())
+    with pytest.raises(AssertionError, match=r"0 mutants(.|\n)*in `refuses`"):
+        verify.declared(NAME, both)
+
+
+def test_a_lesson_that_was_begun_refuses_and_has_its_least_hours(course, monkeypatch):
+    lesson, problem, _ = new.lesson(NAME, "silu", FIRST, course)
+    assert "expect(x=x, contiguous=True)" in lesson.read_text()
+    assert 'Refusal("every second element"' in problem.read_text()
+    hours = guides._about(lesson.read_text()).hours
+    read = minutes.of_text(lesson.read_text(), ".py").minutes
+    assert (read + 5) / 60 <= hours <= (2 * read + 30) / 60
+
+
 def test_a_problem_that_is_there_is_kept(course):
     assert course / "problems" / "gelu.py" not in new.lesson(NAME, "gelu", FIRST, course)
     assert (course / "problems" / "gelu.py").read_text() == "PROBLEM = 1\n"
@@ -42,6 +79,9 @@ def test_a_problem_that_is_there_is_kept(course):
     [
         (("lesson18_silu", "gelu", FIRST), "name: 'lesson18_silu' is not like"),
         (("day9_more.lesson01_a", "gelu", FIRST), "name: there is no folder 'day9_more'"),
+        (("cuda_src.21_silu", "gelu", FIRST), "For CUDA C.. copy cuda_src/02_vector_add.cu"),
+        (("day2_triton_basics.lesson01_silu", "gelu", FIRST), "lesson01_vector_add.py is there.* lesson02"),
+        ((NAME, "zoo", FIRST), "problem: problems/zoo.py binds no PROBLEM"),
         ((NAME, "../gelu", FIRST), "problem: '../gelu' cannot be a file"),
         ((NAME, "gelu", "lesson99"), "after: paths/11w.toml has no line with 'lesson99'"),
     ],
@@ -49,7 +89,21 @@ def test_a_problem_that_is_there_is_kept(course):
 def test_a_name_that_does_not_do_writes_nothing(course, arguments, says):
     with pytest.raises(ValueError, match=says):
         new.lesson(*arguments, course)
-    assert len(list(course.rglob("*.*"))) == 2
+    assert len(list(course.rglob("*.*"))) == 4
+
+
+def test_a_lesson_that_cannot_be_begun_leaves_nothing(course, monkeypatch):
+    write = new.write_atomically
+
+    def full(path, text):
+        if path.name == "11w.toml":
+            raise OSError(28, "No space left on device", str(path))
+        write(path, text)
+
+    monkeypatch.setattr(new, "write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        new.lesson(NAME, "silu", FIRST, course)
+    assert len(list(course.rglob("*.*"))) == 4
 
 
 def test_a_lesson_that_is_there_is_kept(course):

@@ -1,9 +1,12 @@
 """Pages of rows: predictions beside measurements, operators, lengths. Each is made of fields and rows alone."""
 
+import codecs
 import dataclasses
 import re
+import sys
 
 from lessonkit import Prediction
+from lessonkit.base import words
 from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import REPORTS
 from lessonkit.commands import show
@@ -70,7 +73,8 @@ def test_a_prediction_stands_beside_what_was_measured_in_one_unit(lesson, said, 
     (pair,) = predictions.compared(lesson, found)
     assert pair.ratio == pytest.approx(ratio)
     line = predictions.section(lesson, found, lambda row: "!").splitlines()[-1]
-    assert line == f"| **add_wide** | n=98432 | {how} | {rate} | 4! | {ratio:.2f} | Because. |"
+    measured = "4!, 5 times" if "over" in said else "4!"
+    assert line == f"| **add_wide** | n=98432 | {how} | {rate} | {measured} | {ratio:.2f} | Because. |"
 
 
 def test_a_prediction_for_another_card_stands_beside_its_rows_alone(lesson):
@@ -99,6 +103,18 @@ def test_a_prediction_that_is_off_wants_a_reason_and_one_that_is_not_wants_none(
     assert "say in `why`" in complaints(80, "", found)[0]
     assert "take `why` away" in complaints(90, "A reason.", found)[0]
     assert "no row was measured" in complaints(90, "", [])[0]
+
+
+@pytest.mark.parametrize(("times", "off"), [(1.4, True), (1.25, False), (1.15, False), (1.07, True), (1.0, False)])
+def test_a_gain_that_is_off_by_more_than_half_wants_a_reason(lesson, times, off):
+    """Measured: 1.15 times as fast as the rung before, which is within 15% of each rate but one."""
+    first, second = lesson.rungs[1:]
+    found = [a_row(), a_row(rung="add_block", ms_p50=2.3)]
+    said = Prediction(rung=second, at=N, times=times, over=first)
+    wrong = predictions.complaints(ADD, dataclasses.replace(lesson, predicted=(said,)), found)
+    assert bool(wrong) == off
+    reasoned = dataclasses.replace(lesson, predicted=(dataclasses.replace(said, why="Because."),))
+    assert bool(predictions.complaints(ADD, reasoned, found)) == (not off)
 
 
 def test_a_prediction_says_one_thing_of_a_rung_at_a_bench(lesson):
@@ -603,3 +619,37 @@ def test_a_copy_has_no_share_of_itself():
     assert shares.of_limit(a_row(percent_of_limit=100.4)) == "100%"
     assert shares.of_limit(a_row(percent_of_limit=100.6)) == "101% †"
     assert pivots.rated([a_row(kind="limit")], "TFLOP/s") == []
+
+
+class OtherWords(dict):
+    """A catalogue that has every text, in words that no reader knows. Fields, code, links and figures stay."""
+
+    kept = re.compile(r"(\{[^}]*\}|`[^`]*`|\[[^\]]*\]\([^)]*\)|\d[\d,.]*)")
+
+    def __contains__(self, text):
+        return True
+
+    def __missing__(self, text):
+        parts = enumerate(self.kept.split(text))  # every second one is kept
+        return "".join(part if nth % 2 else codecs.encode(part, "rot13") for nth, part in parts)
+
+
+def facts(text):
+    """The cells of a page's tables that are figures, by line."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line if re.fullmatch(r"[\s\d.,%*+-]*\d[\s\d.,%*+-]*", cell)] for line in lines]
+
+
+def test_prose_in_other_words_changes_no_table_of_facts(monkeypatch):
+    lessons = dict(kernels("softmax"))
+    today = Today(lessons.items())
+    before = report.of_rows(lessons, today)
+    monkeypatch.setattr(words, "_catalogues", lambda language: iter([OtherWords()]))
+    for name in lessons:
+        monkeypatch.setattr(sys.modules[name], "__doc__", "Other words\n====\nstand here.")
+    with words.speaking("zh"):
+        after = report.of_rows(lessons, today)
+    pages = [path for path, text in before.items() if isinstance(text, str)]
+    assert any(codecs.encode("of the limit", "rot13") in after[path] for path in pages)
+    for path in pages:
+        assert facts(after[path]) == facts(before[path]), path

@@ -19,7 +19,7 @@ whatever the kernel does.
     [ 1    3    2 ] --> [ block 0 ]
 
 New words (GLOSSARY.md): warp, lane.
-Check it:  python -m lessonkit check lesson05_softmax
+Check it:  python3 course.py check lesson05_softmax
 
 - the first of two items, which goes
   on in the next line
@@ -133,7 +133,7 @@ def test_a_file_in_chinese():
     read = prose.read_as(LESSON, ".py", lambda message: words.get(message, message))
     assert '"""Softmax：五遍变两遍\n===================\n' in read
     assert "    one kernel       x 读一次，y 写一次                   2MN\n    y = exp" in read
-    assert "检查：     python -m lessonkit check lesson05_softmax" in read
+    assert "检查：     python3 course.py check lesson05_softmax" in read
     assert "# 第 1 级。新：一个块负责 x 的一行。\ndef rung" in read
     assert 'why="缓存里有，\\"所以\\"更快。"),' in read
 

@@ -13,24 +13,12 @@ import lessonkit
 from lessonkit.base import cpp_text
 from lessonkit.base.files import BY_NAME, ROOT, environment
 from lessonkit.lesson import names
+from lessonkit.pages import kit
+from lessonkit.pages.kit import GROUPS
 
 import pytest
 
 KIT = ROOT / "lessonkit"
-# From left to right. A group is a folder, or single modules. The face, lessonkit/__init__.py, is for lessons.
-GROUPS = (
-    ("base",),
-    ("lesson", "validate"),
-    ("pictures",),
-    ("cuda",),
-    ("modes",),
-    ("judge",),
-    ("exercise",),
-    ("measure",),
-    ("pages",),
-    ("web",),
-    ("commands", "__main__"),
-)
 FACE = "lessonkit"
 
 
@@ -43,7 +31,7 @@ MODULES = {module_name(path): path for path in sorted(KIT.rglob("*.py"))}
 
 def group(module: str) -> int:
     first = module.split(".")[1]
-    return next(i for i, names in enumerate(GROUPS) if first in names)
+    return next(i for i, names in enumerate(GROUPS) if first in names)  # the face, lessonkit/__init__.py, has none
 
 
 @cache
@@ -68,9 +56,17 @@ def order(graph: dict[str, set[str]]) -> list[str]:
     return list(TopologicalSorter(graph).static_order())
 
 
-def test_every_module_has_a_group():
-    for module in MODULES:
+def test_every_module_has_a_group_and_a_line_in_the_table():
+    table = kit.modules()
+    for module, path in MODULES.items():
         assert module == FACE or group(module) >= 0, module
+        assert path.stem == "__init__" or f"({path.relative_to(KIT).as_posix()}) | " in table, module
+    assert " |  |" not in table, "a module says in its docstring what it is for"
+
+
+def test_every_room_has_its_lines():
+    rooms = {line.split("`")[1] for line in kit.lines("en").splitlines()[2:]}
+    assert rooms >= {"problems/", "course_ops/", "lessonkit/", "cuda_src/", "tests/"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m != FACE])

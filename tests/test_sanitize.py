@@ -10,6 +10,7 @@ from lessonkit.base import device
 from lessonkit.base.cpp_text import definitions
 from lessonkit.base.files import ROOT
 from lessonkit.base.tables import read_csv
+from lessonkit.commands import on_gpu
 from lessonkit.measure import sanitize
 from lessonkit.measure.sanitize import Argued, NotUnderstood, Report
 
@@ -200,7 +201,15 @@ def test_the_list_names_kernels_that_are_there():
         assert len(entry.argument.split()) >= 15, entry
 
 
-def test_what_was_said_is_kept_by_lesson_and_tool(tmp_path):
+@pytest.fixture
+def sources(monkeypatch):
+    """What today's code is, by lesson; a test may change it."""
+    known = {}
+    monkeypatch.setattr(sanitize.operator_cases, "source", lambda name, rung: known.get(name, "code.inputs"))
+    return known
+
+
+def test_what_was_said_is_kept_by_lesson_and_tool(tmp_path, sources):
     sanitize.save(tmp_path, "day3.a", "racecheck", Counter({HAZARD: 3}), [KNOWN])
     sanitize.save(tmp_path, "day3.b", "racecheck", Counter({HAZARD: 1}), [])
     sanitize.save(tmp_path, "day3.a", "memcheck", Counter(), [])
@@ -214,7 +223,7 @@ def test_what_was_said_is_kept_by_lesson_and_tool(tmp_path):
 
 
 @pytest.mark.parametrize("known", [[KNOWN], []])
-def test_kept_rows_are_marked_by_todays_list(tmp_path, known):
+def test_kept_rows_are_marked_by_todays_list(tmp_path, known, sources):
     """A new argument marks them, and one that is taken back no longer does; the rest stays to the byte."""
     for before in ([KNOWN], []):
         sanitize.save(tmp_path, "day3.a", "racecheck", Counter({HAZARD: 3}), before)
@@ -241,7 +250,7 @@ def gpu(monkeypatch, tmp_path):
         commands.append((tool, command, env))
         return 0, said[tool] if "every rung ran" in said[tool] else f"every rung ran\n{said[tool]}", ""
 
-    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
     monkeypatch.setattr(sanitize.ncu, "find", lambda tool: f"/bin/{tool}")
@@ -256,7 +265,7 @@ def test_every_tool_is_put_around_every_lesson(gpu, tmp_path):
     done = CliRunner().invoke(main.app, ["sanitize", ADD])
     assert done.exit_code == 0, done.output
     assert [tool for tool, _, _ in commands] == [*sanitize.TOOLS, *sanitize.instrumented()]
-    assert {command[-2] for _, command, _ in commands} == {ADD}
+    assert {tuple(command[-3:]) for _, command, _ in commands} == {(ADD, json.dumps(vars(sanitize.Part())), "[]")}
     assert all(env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, _, env in commands)
     assert len(read_csv(tmp_path / "some-gpu" / sanitize.NAME)) == len(commands)
 
@@ -281,10 +290,13 @@ def test_a_tool_may_watch_one_rung_at_one_shape(gpu, tmp_path):
     for options in (about, about, about[:2]):
         done = CliRunner().invoke(main.app, ["sanitize", ADD, *options])
         assert done.exit_code == 0, done.output
-    part = sanitize.Part(**json.loads(commands[0][1][-1]))
+    part = sanitize.Part(**json.loads(commands[0][1][-2]))
     assert part == sanitize.Part("add_block", {"n": 300, "layout": "odd"}, 2)
     rows = read_csv(tmp_path / "some-gpu" / sanitize.NAME)
     assert [row["part"] for row in rows] == ["add_block n=300 layout=odd sms=2", ""]
+    assert sanitize.Part.of(rows[0]["part"]) == part
+    assert sanitize.Part.of(rows[1]["part"]) == sanitize.Part()
+    assert len({row["source"] for row in rows}) == 2, "of a rung, and of all"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import lessonkit.__main__ as cli
 from lessonkit import device
 from lessonkit.base.prose import breaks, columns
 from lessonkit.base.words import said
-from lessonkit.commands import course_run, evidence, exercises, show
+from lessonkit.commands import course_run, evidence, exercises, running, show
 from lessonkit.exercise import progress
 from lessonkit.judge import verify
 from lessonkit.lesson import discover
@@ -191,7 +191,7 @@ def test_chinese_cells_are_as_wide_as_they_look(monkeypatch):
 
 
 def test_a_name_that_several_lessons_have_says_which(terminal, monkeypatch):
-    monkeypatch.setattr(cli, "_scripts", lambda names, at_once, began: (x for x in ()))
+    monkeypatch.setattr(running, "_scripts", lambda names, at_once, began: (x for x in ()))
     run, _ = terminal
     text = words(run("run lesson01"))
     all_run = "lessons,andallofthemrun:|课，全部都会运行："

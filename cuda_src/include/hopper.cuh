@@ -1,5 +1,6 @@
-// Hopper's own instructions as small functions: barriers in shared memory, the copy engine (TMA), the warpgroup's
-// matrix unit (wgmma), clusters, and setmaxnreg. Each names its section of the PTX ISA (9.x of version 8.8 on).
+// Hopper's own instructions as small functions: barriers in shared memory, copies by TMA, matmuls of a
+// warpgroup on the tensor cores (wgmma), clusters, and setmaxnreg. Each names its section of the PTX ISA (9.x of
+// version 8.8 on).
 //
 // TMA and wgmma access memory through the "async proxy", threads through the "generic" one. Data that one writes and
 // the other reads need a fence (fence_async) as well as a barrier. An mbarrier counts two things, arrivals of threads
@@ -28,7 +29,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(arrivals) : "memory");
 }
 
-// The copy engine and the other blocks of the cluster see the barriers as initialised ("membar / fence").
+// TMA and the other blocks of the cluster see the barriers as initialised ("membar / fence").
 __device__ __forceinline__ void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -45,8 +46,8 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
 }
 
 // Arrive at the barrier at the same offset in the shared memory of block `rank` of the cluster ("mapa").
-// Releases to this block only, which does after wgmma_wait, when nothing is on its way; .release.cluster would put a
-// fence of the whole GPU's memory before each arrival.
+// The default scope is .cta. That is enough: after wgmma_wait this thread has no outstanding reads or writes that the
+// other block must see. `.release.cluster` would add a GPU-wide fence to each arrival.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
     asm volatile(
         "{ .reg .b32 there;\n"
@@ -70,7 +71,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
             : "memory");
 }
 
-// ---- the copy engine: "cp.async.bulk.tensor" ------------------------------------------------------------------------
+// ---- TMA: "cp.async.bulk.tensor" ------------------------------------------------------------------------------------
 // One thread asks for a box of a matrix that a tensor map describes; (column, row) is the box's first element and may
 // lie outside. What is outside arrives as zeros, whose bytes count like any others, and is not stored.
 
@@ -152,7 +153,7 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t m0, uint32
 
 #endif
 
-// ---- the matrix unit: "Asynchronous Warpgroup Level Matrix Instructions" --------------------------------------------
+// ---- wgmma: "Asynchronous Warpgroup Level Matrix Instructions" ------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // A tile of rows of 64 bf16 (128 bytes) as TMA stores it with the 128-byte swizzle. Eight rows are 1024 bytes, in which
@@ -240,7 +241,7 @@ inline bool is_hopper() {
     return major == 9;
 }
 
-// How the copy engine sees bf16 data[rows, columns], whose rows begin `pitch` elements apart: boxes of `box_rows` rows
+// How TMA sees bf16 data[rows, columns], whose rows begin `pitch` elements apart: boxes of `box_rows` rows
 // of 64 columns, laid down with the 128-byte swizzle. The driver has the encoder; asked for here, no -lcuda is needed.
 inline CUtensorMap tensor_map(const bf16* data, int64_t rows, int64_t columns, int64_t pitch, int box_rows,
                               CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {

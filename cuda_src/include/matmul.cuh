@@ -171,7 +171,7 @@ __device__ __forceinline__ void store_rows(const float (&d)[N / 2], bf16* c, int
     }
 }
 
-// What the copy engine and this ladder ask of a shape. True if there is something to multiply.
+// What TMA and this ladder ask of a shape. True if there is something to multiply.
 inline bool prepare(bf16* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     course::require(hopper::is_hopper(), "wgmma and the copy engine need a Hopper GPU (sm_90): take matmul_mma");
     course::require(std::max({m, n, k}) < int64_t(1) << 31, "a dimension is 2^31 or more: split the matrices");

@@ -2,7 +2,7 @@
 ====================================
 Six figures that a kernel engineer knows by heart or computes on the back of an envelope. Each is checked to a
 tolerance, and the message about a wrong one does not give the answer. H200: 4.8 TB/s and 989 TFLOP/s (dense bf16) by
-its datasheet, 132 SMs; with memory busy a load takes about 700 ns.
+its datasheet, 132 SMs; with memory busy a load takes about 800 ns.
 """
 
 # TODO(1): microseconds to add two bf16 tensors of 2^26 elements into a third, at 4.8 TB/s (within 3%).
@@ -10,9 +10,9 @@ its datasheet, 132 SMs; with memory busy a load takes about 700 ns.
 ADD_US = 3 * 2**26 * 2 / 4.8e12 * 1e6
 # END(1)
 
-# TODO(2): KB (1000 bytes) that each SM must have in flight, always, to reach 4.8 TB/s at 700 ns (within 5%).
+# TODO(2): KB (1000 bytes) that each SM must have in flight, always, to reach 4.8 TB/s at 800 ns (within 5%).
 # stub: IN_FLIGHT_KB = None
-IN_FLIGHT_KB = 4.8e12 * 700e-9 / 132 / 1000
+IN_FLIGHT_KB = 4.8e12 * 800e-9 / 132 / 1000
 # END(2)
 
 # TODO(3): milliseconds of a bf16 matmul of two 8192 x 8192 matrices at 989 TFLOP/s (within 3%).
@@ -50,7 +50,7 @@ def add():
 
 def little():
     """Little's law: bytes in flight = bandwidth times latency, shared by the SMs."""
-    number("KB an SM", IN_FLIGHT_KB, 4.8e12 * 700e-9 / 132 / 1e3, 0.05)
+    number("KB an SM", IN_FLIGHT_KB, 4.8e12 * 800e-9 / 132 / 1e3, 0.05)
 
 
 def product():
@@ -85,14 +85,14 @@ EXERCISE = Exercise(
     hints=(
         "Bytes / bandwidth, FLOPs / rate. What is read, what is written, how many bytes is an element?",
         "Little's law: concurrency = throughput times latency. A ring sends pieces of 1/8, in two rounds of 7 steps.",
-        "3 * 2^26 * 2 / 4.8e12; 4.8e12 * 700e-9 / 132; 2 * 8192^3 / 989e12; 8192 / 3; 14 / 8; with 8 bits, integers "
+        "3 * 2^26 * 2 / 4.8e12; 4.8e12 * 800e-9 / 132; 2 * 8192^3 / 989e12; 8192 / 3; 14 / 8; with 8 bits, integers "
         "are "
         "exact to 2^8.",
     ),
     wrong=(
         Wrong("the output is not counted", "3 * 2**26 * 2 /", "2 * 2**26 * 2 /", "add"),
         Wrong("four bytes per element", "3 * 2**26 * 2 /", "3 * 2**26 * 4 /", "add"),
-        Wrong("for the whole chip, not an SM", "700e-9 / 132 / 1000", "700e-9 / 1000", "little"),
+        Wrong("for the whole chip, not an SM", "800e-9 / 132 / 1000", "800e-9 / 1000", "little"),
         Wrong("a multiply-add is one FLOP", "MATMUL_MS = 2 *", "MATMUL_MS =", "product"),
         Wrong("elements instead of bytes", "(3 * 8192**2 * 2)", "(3 * 8192**2)", "intensity"),
         Wrong("one round only", "RING = 2 * 7 / 8", "RING = 7 / 8", "ring"),

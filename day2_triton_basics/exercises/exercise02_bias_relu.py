@@ -65,7 +65,7 @@ EXERCISE = Exercise(
     reference=lambda x, bias: torch.relu(x + bias),
     inputs=inputs,
     cases=(
-        case("nothing to do", M=0, N=5),
+        case("an empty tensor: nothing to launch", M=0, N=5),
         case("one element", M=1, N=1),
         case("rows lie 160 apart, 127 of them used", M=3, N=127, pad=33),
         case("relu(NaN) is NaN", M=2, N=9, nan=True),

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def gelu_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # [n] each; computed in fp32
-    # TODO(1): x Phi(x), with tl.erf.
+    # TODO(1): x Phi(x), computed with tl.erf.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask).to(tl.float32)
@@ -74,7 +74,11 @@ EXERCISE = Exercise(
     op=gelu,
     reference=torch.nn.functional.gelu,
     inputs=inputs,
-    cases=(case("nothing to do", n=0), case("one element", n=1), case("two blocks and one more", n=1025)),
+    cases=(
+        case("an empty tensor: nothing to launch", n=0),
+        case("one element", n=1),
+        case("two blocks and one more", n=1025),
+    ),
     grad=Grad(lambda x: Gelu.apply(x)),
     hints=(
         "Convert to fp32 before erf and exp; tl.store converts back to what z points to.",

@@ -79,7 +79,7 @@ EXERCISE = Exercise(
     reference=reference,
     inputs=inputs,
     cases=(
-        case("nothing to do", n=0),
+        case("an empty tensor: nothing to launch", n=0),
         case("p = 0 keeps everything", n=100, p=0.0),
         case("a dropped infinity is 0, not NaN", n=64, inf=True),
         case("five blocks, the last of them short: no two draw the same numbers", n=1100),

@@ -53,7 +53,7 @@ EXERCISE = Exercise(
     reference=lambda x: x.cumsum(1),
     inputs=inputs,
     cases=(
-        case("nothing to do", M=0, N=5),
+        case("an empty tensor: nothing to launch", M=0, N=5),
         case("one element", M=1, N=1),
         case("one block exactly", M=2, N=128),
         case("a long row", M=1, N=4096),

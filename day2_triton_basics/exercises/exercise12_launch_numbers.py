@@ -9,7 +9,9 @@ Memory gives 4.2 TB/s. Each answer is checked against a count made by the grader
 PROGRAMS, IDLE_LANES = 97, 97 * 1024 - 98_432
 # END(1)
 
-# TODO(2): elements that softmax over [M, N] moves in three kernels (max; sum of exp; divide), as a multiple of MN.
+# Softmax over [M, N] in three kernels that store no exponentials, unlike lesson 5's: (1) the maximum m of each row,
+# (2) s, the sum of exp(x - m), (3) exp(x - m) / s, with exp(x - m) computed again.
+# TODO(2): elements that softmax moves in the three kernels above, as a multiple of MN.
 # stub: THREE_KERNELS = None
 THREE_KERNELS = 1 + 1 + 1 + 1
 # END(2)

@@ -71,7 +71,7 @@ EXERCISE = Exercise(
     inputs=inputs,
     dtypes=(torch.float16, torch.bfloat16),
     cases=(
-        case("nothing to do", M=0, N=5, K=3),
+        case("an empty tensor: nothing to launch", M=0, N=5, K=3),
         case("K = 0: relu(bias) alone", M=3, N=5, K=0),
         case("all sizes hang over, M is not N", M=20, N=65, K=19),
         case("a NaN in A makes a row of NaN", M=3, N=4, K=5, nan=True),

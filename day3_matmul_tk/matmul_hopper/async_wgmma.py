@@ -3,7 +3,7 @@
 wgmma is asynchronous: it is issued in a few cycles and runs on. New against ring.py: an MMA is issued before the MMA of
 the step before has ended, so the tensor cores always have work queued. A stage is refilled one step later.
 
-    TMA             0000 1111 2222 3333      4444    5555                a digit is a step
+    TMA             0000 1111 2222 3333 4444 5555 6666    7777           a digit is a step
     tensor cores         0000000011111111222222223333333344444444
     warps                i0  i1.......i2......i3......i4                 i = issue; . = wait for the MMA before
 

@@ -3,8 +3,8 @@
 TMA fills four stages of shared memory ahead of the tensor cores. Each stage has an mbarrier. New against tma.py: `Ring`
 in place of `Stage`, the prologue, and a load that is issued three steps before it is needed.
 
-    TMA             0000 1111 2222 3333      4444      5555              a digit is a step
-    tensor cores         00000000 .. 11111111 .. 22222222                .. = all warps synchronise, one issues a load
+    TMA             0000 1111 2222 3333 4444  5555        6666           a digit is a step
+    tensor cores         00000000 .. 11111111 .. 22222222 ..             .. = all warps synchronise, one issues a load
 
 Predicted: no MMA waits for a load. Between two MMAs of 1024 cycles 100 to 200 are lost.
 """

@@ -1,7 +1,7 @@
 """Matmul on Hopper, rung 4: warp specialization.
 
-New against async_wgmma.py: each warp has one role. The warps synchronise only through mbarriers, two for each
-stage.
+New against async_wgmma.py: each warp has one role. Roles synchronise only through mbarriers, two for each stage. Before
+an arrive Gluon adds a barrier of the warpgroup's own four warps.
 
     1 producer warp         wait empty -> TMA -> (bytes arrive: full)                40 registers per thread
     2 consumer warpgroups   wait full -> wgmma, 64 x 256 each -> arrive on empty    232 registers per thread, 128 of acc

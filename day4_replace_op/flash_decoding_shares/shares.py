@@ -112,7 +112,7 @@ def merge_rows_kernel(
         for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
             part = start + tl.arange(0, AT_ONCE)
             line = (writer + owner + part).to(tl.int64) * USED + row
-            # .cg reads from L2, which all SMs share: the line in this SM's L1 could be older.
+            # Each line is read once: .cg keeps it out of L1.
             lse = tl.load(part_lse_ptr + line, mask=part < parts, other=-float("inf"), cache_modifier=".cg") * LOG2E
             o_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             o = tl.load(o_ptrs, mask=(part < parts)[:, None], other=0.0, cache_modifier=".cg")

@@ -1,7 +1,8 @@
 """Flash attention on Hopper: lazy rescaling.
 
 exp2(s - m) / sum(exp2(s - m)) is the same for any m: m only prevents overflow. So m is the row maximum of a tile's
-first block, and stays. No other block waits for its own maximum. A consumer raises m only if a partial row sum of a
+first block, and stays. No other block waits for its own maximum. That wait is a serial chain between QK and the first
+exponential: 32 comparisons and 2 shuffles, predicted as 235 cycles. A consumer raises m only if a partial row sum of a
 block passes 2^13. Below that each P fits fp16, which holds up to 65504, and l and O are fp32. To raise m, the consumer
 multiplies P, O and l by a power of two. P is still in fp32 then, which holds 2^127, so no value is lost.
 
@@ -417,7 +418,8 @@ def lazy_rescaling(q, k, v, causal=False, window=None, scale=None):
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     stages = 4 if D == 64 else 2  # what fits beside Q and O
     tiles = triton.cdiv(S_q, 128)
-    # A few heads at a time: long tiles, bound by compute, and short ones, bound by bytes, run side by side.
+    # Causal: as many heads at a time as the SMs have places for all of their tiles, 8 at most. So long tiles, bound by
+    # compute, and short ones, bound by bytes, run side by side.
     heads_at_once = min(B * H, max(1, min(8, num_sms() // tiles)))
     descs = [tensor_descriptor(t, [1, 1, rows, D]) for t, rows in ((q, 64), (k, 128), (v, 128), (o, 64))]
     flash_kernel[(tiles * B * H,)](

@@ -3,9 +3,10 @@
 A consumer issues QK of block j + 1 before PV of block j. wgmma is asynchronous and runs in order. When at most one
 matmul is unfinished, S(j + 1) is ready and PV(j) may still run. So the softmax of block j + 1 runs under PV(j).
 
-    tensor cores      Q0......Q1P0....Q2P1....Q3P2....      Q = Q K^T   P = P V
-    softmax             s0s0s0  s1s1s1  s2s2s2  s3s3s3      s = softmax, under P of the block before
+    tensor cores   Q0Q0......Q1Q1P0P0..Q2Q2P1P1..Q3Q3P2P2..   Q = Q K^T   P = P V, both of one consumer
+    its softmax        s0s0s0    s1s1s1    s2s2s2    s3s3s3   s = softmax, under P of the block before
 
+Without a store between them, ptxas moves the wait for PV above the exponentials. So each step stores its row sums.
 S and P are in registers at once: of 232 per thread, S has 64, P 32 and O 64 at D = 128.
 """
 
@@ -126,6 +127,7 @@ class PartitionArgs:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    written_only: gl.shared_memory_descriptor  # New: [CONSUMERS, ROWS, 4] fp32, and no thread reads it
     problem: Problem
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
@@ -248,6 +250,8 @@ def step(c, p, o, m, l, block):
     s = warpgroup_mma_wait(1, deps=(s,))  # New: of two matmuls one may be unfinished: the later one, PV
     c.k.release(block)
     p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+    # New: ptxas would move the wait for PV above the exponentials. It moves no wait above a store, and l is their sum.
+    c.args.written_only.index(c.WHICH).store(l)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     c.v.release(block - 1)
     return operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha), m, l
@@ -328,6 +332,9 @@ def flash_kernel(
         q_full=allocate_barriers(CONSUMERS, 1),
         k_full=allocate_barriers(STAGES, 1), k_empty=allocate_barriers(STAGES, CONSUMERS),
         v_full=allocate_barriers(STAGES, 1), v_empty=allocate_barriers(STAGES, CONSUMERS),
+        written_only=gl.allocate_shared_memory(  # New
+            gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
         problem=Problem(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
         ),
@@ -350,7 +357,8 @@ def overlap_softmax(q, k, v, causal=False, window=None, scale=None):
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     stages = 4 if D == 64 else 2  # what fits beside Q and O
     tiles = triton.cdiv(S_q, 128)
-    # A few heads at a time: long tiles, bound by compute, and short ones, bound by bytes, run side by side.
+    # Causal: as many heads at a time as the SMs have places for all of their tiles, 8 at most. So long tiles, bound by
+    # compute, and short ones, bound by bytes, run side by side.
     heads_at_once = min(B * H, max(1, min(8, num_sms() // tiles)))
     descs = [tensor_descriptor(t, [1, 1, rows, D]) for t, rows in ((q, 64), (k, 128), (v, 128), (o, 64))]
     flash_kernel[(tiles * B * H,)](

@@ -1,15 +1,16 @@
-"""Flash attention on Hopper: ping-pong scheduling, an experiment without a gain at D = 128.
+"""Flash attention on Hopper: ping-pong scheduling.
 
 A side branch of overlap_softmax.py, after FlashAttention-3 (section 3.1). Two barriers make the consumers take turns at
 issuing, so that one multiplies while the other computes exponentials. Predicted: 770 TFLOP/s instead of 674.
 
     tensor cores  QQQQPPPPqqqqppppQQQQPPPPqqqqpppp      capitals: consumer 0, small: consumer 1
-    softmax 0     ....sssssss.........sssssss.....      period: 16 characters = 2048 cycles at D = 128
-    softmax 1     sss.........sssssss.........ssss
+    softmax 0     ....ssssss..........ssssss......      period: 16 characters = 2048 cycles at D = 128
+    softmax 1     ss..........ssssss..........ssss
 
-Measured: overlap_softmax.py is as fast. Inside each consumer the softmax already runs under its own PV. So the two need
-no order, or they fall into this one by themselves (a guess: no trace shows it). The barriers add a wait for the other
-consumer to each step.
+By lesson 8's budget a consumer's PV takes 512 cycles at D = 128, and its softmax 800. So PV alone does not cover the
+softmax: 300 cycles of it must run under the other consumer's matmuls. The two barriers see to that. They also add a
+wait for the other consumer to each step. In overlap_softmax.py only the rings hold the consumers together: one is at
+most as many blocks ahead of the other as a ring has stages, 2 at D = 128.
 """
 
 import math
@@ -129,6 +130,7 @@ class PartitionArgs:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    written_only: gl.shared_memory_descriptor  # [CONSUMERS, ROWS, 4] fp32, and no thread reads it
     may_issue: gl.shared_memory_descriptor  # New: of each consumer; a phase ends when the other has issued its matmuls
     problem: Problem
     lse_ptr: gl.tensor
@@ -269,6 +271,8 @@ def step(c, p, o, m, l, block):
     s = warpgroup_mma_wait(1, deps=(s,))  # of two matmuls one may be unfinished: the later one, PV
     c.k.release(block)
     p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+    # ptxas would move the wait for PV above the exponentials. It moves no wait above a store, and l is their sum.
+    c.args.written_only.index(c.WHICH).store(l)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     c.v.release(block - 1)
     return operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha), m, l
@@ -349,6 +353,9 @@ def flash_kernel(
         q_full=allocate_barriers(CONSUMERS, 1),
         k_full=allocate_barriers(STAGES, 1), k_empty=allocate_barriers(STAGES, CONSUMERS),
         v_full=allocate_barriers(STAGES, 1), v_empty=allocate_barriers(STAGES, CONSUMERS),
+        written_only=gl.allocate_shared_memory(
+            gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
         may_issue=allocate_barriers(CONSUMERS, 1),  # New
         problem=Problem(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
@@ -373,7 +380,8 @@ def ping_pong(q, k, v, causal=False, window=None, scale=None):
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     stages = 4 if D == 64 else 2  # what fits beside Q and O
     tiles = triton.cdiv(S_q, 128)
-    # A few heads at a time: long tiles, bound by compute, and short ones, bound by bytes, run side by side.
+    # Causal: as many heads at a time as the SMs have places for all of their tiles, 8 at most. So long tiles, bound by
+    # compute, and short ones, bound by bytes, run side by side.
     heads_at_once = min(B * H, max(1, min(8, num_sms() // tiles)))
     descs = [tensor_descriptor(t, [1, 1, rows, D]) for t, rows in ((q, 64), (k, 128), (v, 128), (o, 64))]
     flash_kernel[(tiles * B * H,)](

@@ -332,7 +332,8 @@ def warp_specialized(q, k, v, causal=False, window=None, scale=None):
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     stages = 4 if D == 64 else 2  # what fits beside Q and O
     tiles = triton.cdiv(S_q, 128)
-    # A few heads at a time: long tiles, bound by compute, and short ones, bound by bytes, run side by side.
+    # Causal: as many heads at a time as the SMs have places for all of their tiles, 8 at most. So long tiles, bound by
+    # compute, and short ones, bound by bytes, run side by side.
     heads_at_once = min(B * H, max(1, min(8, num_sms() // tiles)))
     descs = [tensor_descriptor(t, [1, 1, rows, D]) for t, rows in ((q, 64), (k, 128), (v, 128), (o, 64))]
     flash_kernel[(tiles * B * H,)](

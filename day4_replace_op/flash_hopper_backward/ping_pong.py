@@ -12,7 +12,8 @@ consumer 0:
 1. An mbarrier per consumer says whose turn it is. The other consumer completes it when its own exponentials are done.
 2. A wait for the other's dS of the same step would bring the two back into step. So dQ is a step late.
    The dS that it reads was written a step ago, and its barrier has usually completed. That takes a third buffer of dS.
-3. -lse and -delta are added after the matmuls, not before: see the comment in main_loop.
+3. -lse is added after the matmul, not before: see the comment in main_loop. S^T and dP^T are issued by one function, so
+   -delta is added later, too.
 """
 
 import math
@@ -445,6 +446,8 @@ def ping_pong(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None
     prepare_kernel[(B * H * S // 32,)](  # New: lse in units of LN2
         out, grad_out, lse, start, delta, total, out.stride(), grad_out.stride(), LN2.value, H, S, 32, D
     )
+    # Causal: a few heads at a time, so that long and short tiles run side by side. 16 if half of L2, 25 MiB, holds what
+    # 32 heads share: Q, dO and the sum of dQ, 8 S D bytes each, so S D <= 102400. Otherwise 8.
     backward_kernel[(min(S // (2 * KEYS) * B * H, num_sms()),)](
         *(tensor_descriptor(t, [1, 1, block, D]) for t in (q, grad_out)),
         *(tensor_descriptor(t, [1, block], swizzled=False) for t in (start, delta)),

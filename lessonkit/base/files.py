@@ -16,6 +16,7 @@ except ImportError:  # Windows has none
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "reports"
+WHOLE_COURSE = Path("paths", "11w.toml")  # the path that has every lesson
 CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course").resolve()
 # Modules that lessons name without their group, `from lessonkit import timing`; each is loaded when it is first named.
 BY_NAME = {
@@ -31,8 +32,12 @@ BY_NAME = {
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file in one step: a stopped run leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the file's name, not the part's
+    with begun as part:
         try:
             part.write(content.encode() if isinstance(content, str) else content)
             part.close()  # Windows moves no open file

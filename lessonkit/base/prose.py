@@ -40,7 +40,7 @@ _HASHES = re.compile(r"#{1,6} +(?=\S)")  # a heading of Markdown
 _UNDERLINE = re.compile(r"[=~-]{3,}$")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
 _HEAD = re.compile(r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU")
-_LABEL = re.compile(r"[A-Z][A-Za-z ]{1,20}:(?=  |$)")  # `Check it:  python -m lessonkit check ...`
+_LABEL = re.compile(r"[A-Z][A-Za-z ]{1,20}:(?=  |$)")  # `Check it:  python3 course.py check ...`
 _NEW_WORDS = re.compile(r"New words \(GLOSSARY\.md\): ")  # generated: a list of terms
 _CELL = re.compile(r"\S+(?: \S+)*")
 _WORD = re.compile(r"[(\"'`]*[A-Za-z][a-z'-]+[.,;:!?)\"'`]*$")
@@ -50,7 +50,7 @@ _LINKING = re.compile(
     r"|how|where|while|after|before|again|there|once|does|do|can|may|must|will|already|none|between|without)\b"
 )
 _COMMAND = re.compile(
-    r"(?:^|\s)--?[A-Za-z]|^(?:python|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
+    r"(?:^|\s)--?[A-Za-z]|^(?:python3?|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
 )
 _DRAWING = re.compile(r"[|^\u2190-\u21ff\u2500-\u259f]|---|===|-->|->$|\.{4}|\] *$|^\[|(\w)\1\1")
 _FORMULA = re.compile(r"\w+ = \w+(?: [*+/-] [\w ]+)*|\w+ = \w+\([^()]*\)")
@@ -107,11 +107,16 @@ def normal(text: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a paragraph says something in English: two words, or one alone; shapes, names and code do not."""
+    """Whether a paragraph says something in English: two words, or one alone, or one behind a shape: `[n] each`.
+
+    Shapes alone, names and code do not.
+    """
     if _DIRECTIVE.match(text):
         return False
     tokens = re.sub(r"`[^`]*`", "", text).split()
     words = [token for token in tokens if _WORD.match(token)]
+    if re.search(r"\] each\b|\], contiguous\b", text):
+        return True
     return len(words) >= 2 or (len(words) == len(tokens) == 1 and len(words[0]) > 2)
 
 
@@ -126,7 +131,7 @@ def _is_phrase(cell: str, names: frozenset[str]) -> bool:
         return False
     tokens = [token for token in re.sub(r"`[^`]*`", "", cell).split() if re.search("[A-Za-z]", token)]
     words = [token.strip("(\"'`.,;:!?)") for token in tokens if _WORD.match(token) or token == "a"]
-    said = [word for word in words if (len(word) > 2 or word == "a") and word not in names]
+    said = [word for word in words if (len(word) > 2 or word in ("a", "no")) and word not in names]
     if len(words) >= 2:
         return len(words) >= 0.5 * len(tokens) and bool(said)
     is_name = words and words[0][0].isupper() and not words[0].endswith("'s")

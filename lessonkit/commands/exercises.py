@@ -77,7 +77,8 @@ def next_exercise(which: Which = "") -> None:
     for region in source.regions:
         line = said(", line {number}")
         found = (line.format(number=n) for n, line_ in enumerate(mine, 1) if f"TODO({region.number})" in line_)
-        _say(f"TODO({region.number}){next(found, '')}: {said(region.task)}", "bold")
+        words = said("TODO({number}){line}: {task}")
+        _say(words.format(number=region.number, line=next(found, ""), task=said(region.task)), "bold")
     _say("\n" + said("Edit:  {path}").format(path=_shown(path)))
     _say(said("Then:  {command}   (or watch; hint, if you are stuck)").format(command=f"{COURSE} exercise check"))
 

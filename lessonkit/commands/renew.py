@@ -1,8 +1,9 @@
 """Measure again, on this machine's GPU, what is no longer of today's code, as far as the minutes reach.
 
-That is what `stale` lists: rows and tables of lessons, verdicts on mutants, rows of operators. The time that is left
-goes to random cases. First everything is called by many processes at once, and not timed: a shape costs a second to
-time and up to a minute to compile. Then one thing after the other is timed, with nothing beside it.
+That is what `stale` lists: rows and tables of lessons, verdicts on mutants, rows of operators. A fifth of the time that
+is left goes to sanitizers and neighbours that have not been run on today's code, the cheapest first. The rest goes to
+random cases. First everything is called by many processes at once, and not timed: a shape costs a second to time and up
+to a minute to compile. Then one thing after the other is timed, with nothing beside it.
 
 A process of its own does each thing, this module as a script, since a kernel may hang or break the CUDA context. What
 is measured is kept at once, so a run that was stopped loses what it was at.
@@ -14,15 +15,29 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from lessonkit.base import device
 from lessonkit.base.files import REPORTS, environment
 from lessonkit.commands import show
 from lessonkit.lesson import Steps, kernels
-from lessonkit.measure import bench, fuzz_bursts, gpu_mutants, ncu, operator_bench, operator_rows, stale
+from lessonkit.measure import (
+    bench,
+    coverage,
+    fuzz_bursts,
+    gpu_mutants,
+    ncu,
+    operator_bench,
+    operator_rows,
+    sanitize,
+    stale,
+)
+from lessonkit.measure.sanitize import Part
 
 MUTANTS = "mutants"  # in place of a step
 AHEAD = 1 / 3  # of the minutes at most: then what is compiled is timed
+WATCHED = 1 / 5  # of the minutes that are left then, for sanitizers and neighbours
+ONE = 1 / 4  # of these at most for one of them: what hangs leaves time for others
 CASES = 10_000  # of each operator and direction, as a release wants them
 
 
@@ -60,6 +75,54 @@ def old() -> list[Task]:
     return list(dict.fromkeys([*lacking, *tables, *lessons]))
 
 
+@dataclass(frozen=True)
+class Watch:
+    """A sanitizer, or a neighbour, for a part of a lesson or for an operator's direction."""
+
+    name: str
+    tool: str
+    part: Part
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, str(self.part), self.tool)))
+
+    def run(self, folder: Path, seconds: float) -> list[str]:
+        """Run it in a process of its own, which ends after the seconds at the latest, and keep what it says; faults."""
+        if self.tool == coverage.NEIGHBOUR:
+            command = [sys.executable, "-m", "lessonkit", "beside", self.name, "--rung", self.part.rung]
+            code, out, err = ncu.output(command, seconds, **environment())
+            return [f"{self}: {' '.join((out + err).split())[-300:]}"] if code else []
+        try:
+            _, errors = sanitize.watched(folder, self.name, self.tool, self.part, sanitize.argued(), seconds)
+        except sanitize.NotUnderstood as why:
+            return [str(why)]
+        return [f"{self}: {report.kernel}: {report.what}" for report in errors]
+
+
+def unwatched() -> list[Watch]:
+    """What no row of today's code is of, on the GPU of this machine: one tool after the other, the cheapest first."""
+    every = coverage.cells(REPORTS / device.name(), kernels(), device.capability())
+    lacks = {tool: sanitize.lacks(tool) for tool in sanitize.ALL}
+    found = [cell for cell in every if cell.again and not lacks.get(cell.tool)]
+    found.sort(key=lambda cell: (coverage.CHEAPEST.index(cell.tool), cell.cost))
+    return [Watch(cell.name, cell.tool, part) for cell in found for part in cell.again]
+
+
+def watch(wanted: Iterable[Watch], folder: Path, seconds: float, say: Callable[[str], None]) -> list[str]:
+    """Run them in order until the seconds are over; what failed, in a line each. Too long is no failure here."""
+    start, failed = time.monotonic(), list[str]()
+    for each in wanted:
+        began = time.monotonic()
+        limit = min(start + seconds - began, seconds * ONE)
+        if limit < 1:
+            break
+        faults = each.run(folder, limit)
+        took = time.monotonic() - began
+        say(f"{each}: {took:.0f} s" + ", not to its end" * (took >= limit))
+        failed += faults if took < limit else []
+    return failed
+
+
 def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     """Measure until all is of today's code or the minutes are over; what failed, in a line each."""
     end = time.monotonic() + 60 * minutes
@@ -76,6 +139,8 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
         timed = operator_bench.run(cases, processes.timed, path, left, say=say) if left > 0 else 0
     if timed < len(cases):
         failed.append(f"{len(cases) - timed} shapes of operators: no time was left")
+    if (seconds := end - time.monotonic()) > 0:
+        failed += watch(unwatched(), REPORTS / device.name(), seconds * WATCHED, say)
     if (seconds := end - time.monotonic()) > 0:
         failures = fuzz_bursts.run([], ["gpu"], CASES, seconds, workers, say)
         failed += [f"{each.case['operator']}: {each.fault}" for each in failures]

@@ -12,8 +12,9 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import REPORTS
 from lessonkit.base.prose import atoms, breaks, normal, wrapped
 from lessonkit.base.prose import columns as columns_of
-from lessonkit.base.words import language, later, said
+from lessonkit.base.words import language, later, listed, said
 from lessonkit.judge import counters
+from lessonkit.judge.sentences import told
 from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
@@ -21,6 +22,7 @@ from lessonkit.measure.rows import MACHINE
 from lessonkit.measure.stale import Today, released
 from lessonkit.modes import compiled
 from lessonkit.pages import learned, predictions, report, shares
+from lessonkit.pages import stored as stored_words
 
 import rich.text
 from rich.console import Console
@@ -184,7 +186,9 @@ def checks(lesson: Lesson) -> int:
             least = f"{found.moved:.2f}" if found.moved else ""
             predicted = f"{lesson.passes[rung]:.2f}" if found.moved and rung in lesson.passes else ""
             more = said("(and {count} more)").format(count=len(found.wrong) - 1) if len(found.wrong) > 1 else ""
-            words = f"{found.wrong[0]} {more}" if found.wrong else "; ".join(found.left_out | found.refused)
+            words = listed(map(told, found.left_out | found.refused), ";")
+            if found.wrong:
+                words = f"{told(found.wrong[0])} {more}"
             passed = said("{count} passed").format(count=found.passed)
             body.append([rung.__name__, passed, words.strip(), least, predicted])
             progress.advance(task)
@@ -198,7 +202,7 @@ def checks(lesson: Lesson) -> int:
     if lesson.grad and not failures:
         wrong = grad_checks(lesson)
         failures += len(wrong)
-        agree = "; ".join(wrong) or said("agree with float64 autograd")
+        agree = "; ".join(map(told, wrong)) or said("agree with float64 autograd")
         console.print(said("gradients of {op}: {verdict}").format(op=lesson.grad.op.__name__, verdict=agree))
     return failures
 
@@ -375,21 +379,26 @@ def steps(name: str, lesson: Steps) -> None:
             console.print(f"  {said('left out')}: {why}", highlight=False)
             continue
         if measured is not None and measured.rows:
-            table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
-            console.print(said(measured.note), highlight=False)
+            _step_table(measured.name, measured.rows)
+            console.print(stored_words.told(measured.note), highlight=False)
             report.save_table(name, measured, device.name(), step.__name__)
     for folder in report.device_folders():
         for compare in lesson.compares:
             if found := compare(folder):
-                table(f"{folder.name}: {found.name}", found.rows[0], (row.values() for row in found.rows))
-                console.print(said(found.note), highlight=False)
+                _step_table(found.name, found.rows, f"{folder.name}: ")
+                console.print(stored_words.told(found.note), highlight=False)
+
+
+def _step_table(name: str, rows: Sequence[dict[str, Any]], where: str = "") -> None:
+    body = (map(report.cell, row.values()) for row in rows)
+    table(where + stored_words.told(name), map(stored_words.told, rows[0]), body)
 
 
 def from_a_gpu(lesson: str, name: str) -> None:
     """Print a step's table as a GPU measured it, on a machine that has none."""
     if found := report.committed(lesson, name):
         heading = said("{name}, as committed from a GPU (none here)").format(name=name)
-        table(heading, found[0], (row.values() for row in found))
+        _step_table(heading, found)
     else:
         words = said("checked in the interpreter; no GPU here, and no figures of one are committed yet for {name}")
         print(f"  {words.format(name=repr(name))}")

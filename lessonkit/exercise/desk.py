@@ -1,6 +1,7 @@
 """What a learner asks of an exercise, in the terminal or in the page: to check an answer, a hint, the stub again."""
 
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.errors import BuildError, Missing
-from lessonkit.base.prose import read_as
 from lessonkit.base.words import counted, later, said
 from lessonkit.cuda import build
 from lessonkit.exercise import progress
 from lessonkit.exercise.grade import Verdict, grade_apart
 from lessonkit.exercise.source import Source
+from lessonkit.judge.sentences import told
 
 MEANS = {
     "out of bounds": later(
@@ -57,7 +58,7 @@ class Line:
 
 def task(source: Source) -> str:
     """The docstring, or in CUDA C++ the comment, that the file begins with."""
-    text = read_as(source.with_marks, ".cu" if source.is_cuda else ".py", said)
+    text = source.read(source.with_marks)
     if source.is_cuda:
         lines = [line.removeprefix("//").removeprefix(" ") for line in text.split("\n\n")[0].splitlines()]
         return "\n".join(line for line in lines[2:] if not line.startswith("#"))
@@ -98,13 +99,13 @@ def _build_emulator(source: Source, say: Callable[[str], None]) -> None:
 
 def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
     yield Line("refused", verdict.on)
-    yield Line("why", f"{verdict.caught_by}: {verdict.why}")
+    yield Line("why", f"{verdict.caught_by}: {told(verdict.why)}")
     if verdict.caught_by in MEANS:
         yield Line("means", said(MEANS[verdict.caught_by]))
     if todo := source.untouched(answer):
-        more = said("(and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
+        more = said(" (and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
         words = said("TODO({number}) is as it was{more}: {task}")
-        yield Line("help", words.format(number=todo[0].number, more=f" {more}" * bool(more), task=said(todo[0].task)))
+        yield Line("help", words.format(number=todo[0].number, more=more, task=said(todo[0].task)))
     if verdict.mistake:
         words = said("Others who saw exactly this had made this mistake: {mistake}.")
         yield Line("help", words.format(mistake=said(verdict.mistake)))
@@ -112,12 +113,10 @@ def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
 
 def solution(source: Source) -> str:
     """The regions of the right answer; all of it where the exercise was to find a mistake."""
+    text = source.read(source.solution)
     if not source.regions:
-        return source.solution
-    lines = source.with_marks.splitlines()
-    parts = []
-    for r in source.regions:
-        parts += [lines[r.start - 1], *(line for line in lines[r.start : r.stop] if " stub: " not in line), ""]
+        return text
+    parts = re.findall(r"^ *(?:#|//) TODO\(.*?(?=^ *(?:#|//) END\()", text, re.DOTALL | re.MULTILINE)
     return "\n".join(parts)
 
 
@@ -137,7 +136,9 @@ def hints(source: Source, *, more: bool) -> list[str]:
 def reset(source: Source) -> Path | None:
     """Put the stub back; where what the learner had is now, if that was another text."""
     path, old = progress.answer_file(source), None
-    if path.exists() and path.read_text() != source.stub:
+    if path.exists() and source.is_stub(path.read_text()):
+        path.unlink()  # it may be in another language
+    elif path.exists():
         old = path.with_name(path.name + ".old")
         shutil.move(path, old)
     progress.start(source)

@@ -354,7 +354,7 @@ def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
     verdict = grade_and_compile(source, answer, seed=seed)
     line.send(verdict)
-    begun = answer != source.stub and not source.untouched(answer)
+    begun = not source.untouched(answer) and not source.is_stub(answer)
     line.send("" if verdict.right or not begun else recognised(source, verdict, seed))
 
 

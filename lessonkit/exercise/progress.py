@@ -191,8 +191,8 @@ def answer_file(source: Source) -> Path:
 
 
 def start(source: Source) -> Path:
-    """The learner's file, made from the stub if it is not there yet."""
+    """The learner's file, made from the stub in their language if it is not there yet."""
     path = answer_file(source)
     if not path.exists():
-        write_atomically(path, source.stub)
+        write_atomically(path, source.read(source.stub))
     return path

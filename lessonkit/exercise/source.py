@@ -6,12 +6,14 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 
 from lessonkit.base import files
 from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.prose import Translate, read_as
+from lessonkit.base.words import LANGUAGES, said, translated
 from lessonkit.exercise import Exercise, Wrong
 
 CUT = "# The learner's file ends here."
@@ -88,6 +90,15 @@ class Source:
                 text = _replaced(self, text, wrong)
         return text
 
+    def read(self, text: str, translate: Translate = said) -> str:
+        """One of its texts, with the comments in the reader's language."""
+        return read_as(text, ".cu" if self.is_cuda else ".py", translate)
+
+    def is_stub(self, text: str) -> bool:
+        """Whether it is what a learner starts from, in whichever language it was begun."""
+        known = (self.read(self.stub, partial(translated, language=each)) for each in ("en", *LANGUAGES))
+        return any(text == each for each in known)
+
     @cached_property
     def exercise(self) -> Exercise:
         found = build(self, self.solution).EXERCISE
@@ -133,6 +144,8 @@ def _regions(text: str, path: Path) -> Iterator[Region]:
 
 
 def _blocks(text: str) -> dict[int, str]:
+    """The code in each region: a comment may be in any language, and no task is done by one."""
+    text = re.sub(r"^ *(?:#|//) (?!TODO\(|END\().*\n", "", text, flags=re.MULTILINE)
     found = re.finditer(r"(?:#|//) TODO\((\d+)\):[^\n]*\n(.*?)(?:#|//) END\(\1\)", text, re.DOTALL)
     return {int(m[1]): re.sub(r"\s+", " ", m[2]) for m in found}
 

@@ -29,6 +29,7 @@ import torch
 
 MODES = ("cpu", "interpreted", "gpu")
 DIRECTIONS = ("forward", "backward")
+KEYS = ("operator", "direction", "tensors", "options", "seed", "deterministic", "spoilt")  # of every case
 # Elements of a case's largest tensor: the interpreter runs one program after another.
 MOST = {"cpu": 2**16, "interpreted": 2**15, "gpu": 2**22}
 

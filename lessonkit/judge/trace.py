@@ -72,8 +72,8 @@ def rung(lesson: Lesson, name: str) -> Rung:
 
 def shape(lesson: Lesson, words: Iterable[str]) -> dict[str, Any]:
     """`n=300` in the words of the lesson's inputs; the rest is as in the smallest of its checks. Raises ValueError."""
-    takes = [name for name in inspect.signature(lesson.inputs).parameters if name != "dtype"]
-    given = {}
+    usual = {name: p.default for name, p in inspect.signature(lesson.inputs).parameters.items() if name != "dtype"}
+    takes, given = [*usual], {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
@@ -91,6 +91,10 @@ def shape(lesson: Lesson, words: Iterable[str]) -> dict[str, Any]:
 
     fit = (each.shape for each in lesson.checks if 0 not in each.shape.values() and not each.gib)
     smallest: Shape = min(fit, key=order, default={})
+    for name, value in given.items():
+        if type((usual | dict(smallest))[name]) is int and type(value) is not int:
+            words = said("{given} is no size: write a whole number")
+            raise ValueError(words.format(given=f"{name}={value!r}"))
     return dict(smallest) | given
 
 

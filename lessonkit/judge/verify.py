@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import Missing, Unsupported
-from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.files import REPORTS, ROOT, WHOLE_COURSE
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import read_csv
 from lessonkit.cuda import sass
@@ -28,7 +29,15 @@ from lessonkit.modes import compiled
 import torch
 
 PUSH, NIGHT = "push", "night"
-PATH = ROOT / "paths" / "11w.toml"  # the whole course
+PLACEHOLDERS = (  # what `new` leaves to be written
+    "the idea in the field's words",
+    "What the operator computes, and the budget: bytes and FLOPs, and the time that they cannot beat.",
+    "You will learn: ...",
+    "The idea in two or three sentences. Predicted: a figure",
+    "what the lesson settles, in one line",
+    "what is computed, in one line",
+    "raise NotImplementedError",
+)
 
 
 class LeftOut(Exception):
@@ -333,8 +342,11 @@ def _not_refused(bad: Refusal, rung: Rung) -> str:
 
 def declared(name: str, lesson: Lesson) -> None:
     """Mutants and refusals are there; and a rung that was written and never declared would be checked by nothing."""
-    assert len(lesson.wrong) >= 3, f"{name} has {len(lesson.wrong)} mutants: write at least three"
-    assert lesson.refuses, f"{name}: say in `refuses` which calls are refused, and how"
+    lacks = list[str]()
+    if len(lesson.wrong) < 3:
+        lacks.append(f"{name} has {len(lesson.wrong)} mutants: write at least three")
+    if not lesson.refuses:
+        lacks.append(f"{name}: say in `refuses` which calls are refused, and how")
     module = sys.modules[name]
     public = {
         key
@@ -344,12 +356,16 @@ def declared(name: str, lesson: Lesson) -> None:
     known = [lesson.reference, lesson.inputs, *lesson.rungs, *lesson.properties, lesson.cpu_model]
     known += [lesson.grad.op, lesson.grad.reference, lesson.grad.inputs] if lesson.grad else []
     undeclared = {f for f in public - {f.__name__ for f in known if f} if (name, f) not in _imported()}
-    assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"
-    assert {*lesson.passes} <= {*lesson.rungs}, "`passes` names a function that is no rung"
+    if undeclared:
+        lacks.append(f"declare, or name with an underscore: {sorted(undeclared)}")
+    if not {*lesson.passes} <= {*lesson.rungs}:
+        lacks.append("`passes` names a function that is no rung")
     for p in lesson.predicted:
-        rungs = [p.rung, *([p.over] if p.over else [])]
-        assert {*rungs} <= {*lesson.rungs}, f"`predicted` names a function that is no rung: {p.rung.__name__}"
-        assert p.at in lesson.benches, f"`predicted` of {p.rung.__name__}: {shape_name(p.at)} is no bench"
+        if not {p.rung, *([p.over] if p.over else [])} <= {*lesson.rungs}:
+            lacks.append(f"`predicted` names a function that is no rung: {p.rung.__name__}")
+        if p.at not in lesson.benches:
+            lacks.append(f"`predicted` of {p.rung.__name__}: {shape_name(p.at)} is no bench")
+    assert not lacks, "\n".join(lacks)
 
 
 @cache
@@ -363,9 +379,24 @@ def _imported() -> frozenset[tuple[str, str]]:
 
 
 def listed(name: str, lesson: Lesson | Steps) -> None:
-    """It says what it teaches, of which tables are made, and the path of the whole course has it."""
+    """It says what it teaches, of which tables are made; the path of the whole course has it; no line is `new`'s."""
     assert lesson.about, f'{name} does not say what it teaches: add about=About(teaches="...", hours=1) to its LESSON'
-    assert f'"{name}"' in PATH.read_text(), f'{PATH.relative_to(ROOT)} does not have "{name}": add it to a week'
+    assert f'"{name}"' in (ROOT / WHOLE_COURSE).read_text(), f'{WHOLE_COURSE} does not have "{name}": add it to a week'
+    assert not (left := unwritten(name, lesson)), "\n".join(["write what `new` left open:", *left])
+
+
+def unwritten(name: str, lesson: Lesson | Steps) -> list[str]:
+    """The lines of a lesson and of its problem that still are as `new` wrote them, with their places."""
+    files = {ROOT / f"{name.replace('.', '/')}.py"}
+    if isinstance(lesson, Lesson):
+        files.add(Path(inspect.getfile(lesson.reference)))
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted(files)
+        if path.is_relative_to(ROOT)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if any(words in line for words in PLACEHOLDERS)
+    ]
 
 
 # ---- What the emulator counts, and the machine code -----------------------------------------------------------------

@@ -5,7 +5,10 @@ later. Three faults show only then: a barrier that is initialised and never used
 resident, and a kernel that starts before its predecessor has ended. Day 5's lesson on neighbours has such a kernel.
 
 Answers have to be equal to the bit. The order of additions may vary from run to run if the rung's docstring says so
-(VARIES). Then every answer has to lie within the checker's allowance, alone and beside the other process.
+(VARIES), and that of an operator which has another kernel for torch.use_deterministic_algorithms. Then every answer has
+to lie within the checker's allowance, alone and beside the other process.
+
+Of course_ops, cases are repeated that together launch each kernel of an operator's dispatch, the largest of each.
 
 `python -m lessonkit.measure.beside` is the neighbour: it multiplies matrices until it is killed.
 """
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +30,12 @@ from lessonkit.base.files import changing, environment, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import check, mutants
 from lessonkit.lesson import Case, Lesson, Rung, budget_of, is_stepwise, shape_name
-from lessonkit.measure import rows
+from lessonkit.measure import operator_cases, rows
 
 import torch
 
 NAME = "beside.csv"
-MOST = 2**38  # FLOPs of a call: a matmul of 4096, or attention over 4096 tokens, takes a fraction of a millisecond
+MOST = operator_cases.LARGE  # FLOPs of a call: a matmul of 4096 takes a fraction of a millisecond
 VARIES = "not to the bit"  # in a rung's docstring: "Runs agree to rounding, not to the bit."
 HERE = "here"  # what the neighbour says once its kernels run
 # Words of what two processes can disturb: barriers in shared memory, waiting in a loop, starting before another's end.
@@ -45,8 +48,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Repeated:
-    """A rung on one check, called again and again, alone or beside another process.
+    """A rung on one check, called again and again, alone or beside another process; of an operator a direction.
 
+    source   what was repeated: code and inputs
+    kernels  of an operator: those that this case is repeated for
     differ   how many answers differed from the first
     varies   whether the rung says that they may
     outside  what the checker says of the elements' smallest or largest values, if some differed; "" if nothing
@@ -62,11 +67,14 @@ class Repeated:
     differ: int
     varies: bool = False
     outside: str = ""
+    kernels: str = ""
+    source: str = ""
 
 
 def kinds(name: str, rung: str) -> list[str]:
-    """Which of KINDS the rung's file, or its program, names."""
-    text = "\n".join(path.read_text() for path in mutants._files(name, rung))
+    """Which of KINDS the rung's file, or its program, names; of an operator the files that its calls reach."""
+    files = operator_cases.files(name, rung) if operator_cases.is_operator(name) else mutants._files(name, rung)
+    text = "\n".join(path.read_text() for path in files)
     return [kind for kind, words in KINDS.items() if re.search(words, text)]
 
 
@@ -150,28 +158,60 @@ def cases(lesson: Lesson, rung: Rung) -> Iterator[tuple[Case, torch.dtype]]:
             yield case, dtype
 
 
-def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = "") -> Iterator[Repeated]:
+@dataclass(frozen=True)
+class _Question:
+    """What is repeated. about: the fields of a Repeated that do not depend on the answers."""
+
+    lesson: Lesson
+    rung: Rung
+    args: Callable[[], tuple[Any, ...]]
+    mode: Callable[[], AbstractContextManager[None]]
+    about: dict[str, Any]
+
+    def repeated(self, seconds: float, *, beside: bool) -> Repeated:
+        with self.mode():
+            args = self.args()
+            counted = repeat(partial(self.rung, *args), seconds, torch.cuda.synchronize)
+            refused = outside(check.judge(self.lesson, args), self.rung, counted) if counted.differ else ""
+        counts: dict[str, Any] = {"calls": counted.count, "differ": counted.differ, "outside": refused}
+        return Repeated(**self.about, **counts, neighbour=beside)
+
+
+def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = "") -> Iterator[list[Repeated]]:
     """The rungs with what a neighbour can disturb: all alone, then all beside one. A GPU is needed.
 
-    only: the rungs of that name.
+    What is yielded is whole: all cases of a rung, which share the seconds. only: the rungs of that name.
     """
-    disturbed = [
-        (name, lesson, rung)
+    asked = [
+        found
         for name, lesson in lessons
         for rung in lesson.rungs
-        if only in ("", rung.__name__) and kinds(name, rung.__name__)
+        if only in ("", rung.__name__) and kinds(name, rung.__name__) and (found := _questions(name, lesson, rung))
     ]
-    asked = [(*each, *found) for each in disturbed if (found := _taken(*each[1:]))]
     for beside in (False, True):
         with neighbour() if beside and asked else nullcontext():
-            for name, lesson, rung, case, dtype in asked:
-                args = check.inputs(lesson, case.shape, dtype)
-                counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
-                refused = outside(check.judge(lesson, args), rung, counted) if counted.differ else ""
-                words = ", ".join(kinds(name, rung.__name__)), str(case), str(dtype).removeprefix("torch.")
-                yield Repeated(
-                    name, rung.__name__, *words, beside, counted.count, counted.differ, varies(rung), refused
-                )
+            for each in asked:
+                yield [question.repeated(seconds / len(each), beside=beside) for question in each]
+
+
+def _questions(name: str, lesson: Lesson, rung: Rung) -> list[_Question]:
+    label = rung.__name__
+    about: dict[str, Any] = {"lesson": name, "rung": label, "kinds": ", ".join(kinds(name, label))}
+    about |= {"source": operator_cases.source(name, label)}
+    if operator_cases.is_operator(name):
+        return [
+            _Question(
+                lesson, rung, partial(each.inputs, lesson), each.mode,
+                about | {"case": str(each), "dtype": each.dtype, "varies": each.varies or varies(rung),
+                         "kernels": ", ".join(each.kernels)},
+            )
+            for each in operator_cases.chosen(name, label, large=True)
+        ]  # fmt: skip
+    if (taken := _taken(lesson, rung)) is None:
+        return []
+    case, dtype = taken
+    about |= {"case": str(case), "dtype": str(dtype).removeprefix("torch."), "varies": varies(rung)}
+    return [_Question(lesson, rung, partial(check.inputs, lesson, case.shape, dtype), nullcontext, about)]
 
 
 def varies(rung: Rung) -> bool:
@@ -189,10 +229,10 @@ def _taken(lesson: Lesson, rung: Rung) -> tuple[Case, torch.dtype] | None:
 
 
 def pairs(found: list[Repeated]) -> list[list[Repeated]]:
-    """Of each rung what was counted alone and beside another process; a rung with one half alone has not been asked."""
-    of_rungs: dict[tuple[str, str], list[Repeated]] = {}
+    """Of each case what was counted alone and beside another process; a case with one half alone has not been asked."""
+    of_rungs: dict[tuple[str, ...], list[Repeated]] = {}
     for each in found:
-        of_rungs.setdefault((each.lesson, each.rung), []).append(each)
+        of_rungs.setdefault((each.lesson, each.rung, each.case, each.dtype), []).append(each)
     return [pair for pair in of_rungs.values() if len(pair) == 2]
 
 

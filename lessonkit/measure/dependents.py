@@ -1,44 +1,97 @@
-"""Which lessons and rows depend on a function: those whose fingerprint counts it."""
+"""Which lessons, operators and rows depend on a function: those whose fingerprint counts it."""
 
-from collections.abc import Iterable
+import difflib
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lessonkit.base.cpp_text import definitions
 from lessonkit.base.files import ROOT
+from lessonkit.base.words import later
 from lessonkit.lesson import kernels
-from lessonkit.measure import fingerprint, rows
+from lessonkit.measure import fingerprint, operator_rows, rows
 from lessonkit.measure.stale import device_folders
+
+ROOMS = ("course_ops", "problems", "workloads", "day*_*", "cuda_src")
+PUBLIC = later("the public function: its checks are not timed")
 
 
 @dataclass(frozen=True)
 class Dependent:
-    """A lesson whose rungs, inputs or work reach a function, and how many measured rows these have."""
+    """A lesson or operator that reaches a function, and how many measured rows these have."""
 
     function: str  # its full name: "course_ops.hopper.ring_slot", "cuda_src.16_layernorm.block_sum"
-    lesson: str
-    through: tuple[str, ...]  # rungs by name; "inputs" and "work" are of all the lesson's rows
+    lesson: str  # in full; of an operator "course_ops.softmax"
+    through: tuple[str, ...]  # rungs or directions by name; "inputs" and "work" are of all the lesson's rows
     rows: int
+
+    @property
+    def is_operator(self) -> bool:
+        return self.lesson.startswith("course_ops.")
 
 
 def dependents(name: str) -> list[Dependent]:
     """Who depends on `function`, `module.function` or `path/of/file.py:function`: on every function of that name."""
     wanted = f".{name.replace('.py:', '.').replace('.cu:', '.').replace('/', '.')}"
     found = []
-    for lesson, declared in kernels():
-        reached = {
-            rung.__name__: fingerprint.reaches(ROOT, lesson, rung.__name__) for rung in declared.rungs
-        } | fingerprint.given_reaches(ROOT, lesson)
-        measured = [row for folder in device_folders() for row in rows.read(folder / f"{lesson}.csv")]
+    for lesson, reached, measured in [*_lessons(), *_operators()]:
         for function in sorted({f for names in reached.values() for f in names if f".{f}".endswith(wanted)}):
             through = tuple(part for part, names in reached.items() if function in names)
             found.append(Dependent(function, lesson, through, _count(measured, through)))
     return found
 
 
-def _count(measured: Iterable[rows.Row], through: Iterable[str]) -> int:
+Reached = tuple[str, dict[str, frozenset[str]], list[str]]  # name; part -> what it reaches; the part of each row
+
+
+def _lessons() -> Iterator[Reached]:
+    for lesson, declared in kernels():
+        reached = {
+            rung.__name__: fingerprint.reaches(ROOT, lesson, rung.__name__) for rung in declared.rungs
+        } | fingerprint.given_reaches(ROOT, lesson)
+        measured = [row for folder in device_folders() for row in rows.read(folder / f"{lesson}.csv")]
+        yield lesson, reached, [row.rung for row in measured if row.kind in ("rung", "peer")]
+
+
+def _operators() -> Iterator[Reached]:
+    """Each public function of course_ops: a call, inputs and work may be of several entries with rows of their own."""
+    measured = [row for folder in device_folders() for row in operator_rows.read(folder / operator_rows.FILE)]
+    for name in dict.fromkeys(op.name for op in operator_rows.operators()):
+        reached = dict[str, frozenset[str]]()
+        for nth, op in enumerate(operator_rows.operators()):
+            if op.name == name:
+                for part, names in operator_rows.reaches(nth).items():
+                    reached[part] = reached.get(part, frozenset()) | names
+        timed = {each for names in reached.values() for each in names}
+        reached[PUBLIC] = fingerprint.reaches(ROOT, f"course_ops.{name}", name) - timed
+        yield f"course_ops.{name}", reached, [row.direction for row in measured if row.operator == name]
+
+
+def _count(measured: Iterable[str], through: Iterable[str]) -> int:
     parts = set(through)
     every = bool(parts & set(fingerprint.GIVEN))
-    return sum(1 for row in measured if row.kind in ("rung", "peer") and (every or row.rung in parts))
+    return sum(1 for part in measured if every or part in parts)
+
+
+def defined(name: str) -> list[Path]:
+    """The files of lessons, problems, operators and workloads that define a function or class of this name."""
+    last = re.split(r"[.:/]", name)[-1]
+    python = re.compile(rf"^\s*(def|class) {re.escape(last)}\b", re.MULTILINE)
+    files = [path.relative_to(ROOT) for room in ROOMS for path in sorted(ROOT.glob(f"{room}/**/*.*"))]
+    return [
+        path
+        for path in files
+        if (path.suffix == ".py" and python.search((ROOT / path).read_text()))
+        or (path.suffix in (".cu", ".cuh") and last in {d.name for d in definitions((ROOT / path).read_text())})
+    ]
+
+
+def closest(name: str) -> list[str]:
+    """The three names most like this one, of all that lessons and operators reach."""
+    known = {f for _, reached, _ in (*_lessons(), *_operators()) for names in reached.values() for f in names}
+    last = re.split(r"[.:/]", name)[-1]
+    return difflib.get_close_matches(last, {f.rpartition(".")[2] for f in known}, 3)
 
 
 def is_of_the_kit(name: str) -> bool:

@@ -200,6 +200,14 @@ def code(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
     return _contender(root, lesson, label, peer).digest()[:8]
 
 
+def together(root: Path, lesson: str, labels: Iterable[str]) -> str:
+    """Hash of several rungs, as `code` is of one. Raises NotFound if the lesson has no such rung."""
+    walk = _Walk(root)
+    for label in labels:
+        walk.begin(lesson, label)
+    return walk.digest()[:8]
+
+
 def given(root: Path, lesson: str) -> str:
     """Hashes of a lesson's inputs and of its work: the end of what `contender` says of all its rungs."""
     return ".".join(walk.digest()[:8] for walk in _given(root, lesson).values())
@@ -266,12 +274,21 @@ def problem(root: Path, module: str, name: str, field: str) -> str:
 
     Raises NotFound if the declaration does not write the field out.
     """
+    return _problem(root, module, name, field).digest()
+
+
+def problem_reaches(root: Path, module: str, name: str, field: str) -> frozenset[str]:
+    """The full names of what that hash counts."""
+    return _problem(root, module, name, field).names()
+
+
+def _problem(root: Path, module: str, name: str, field: str) -> "_Walk":
     walk = _Walk(root)
     found = walk.module(module)
     if found is None or (value := found.declared(field, name)) is None:
         raise NotFound(f"{module} declares no {field} of {name}")
     walk.value(module, value, field)
-    return walk.digest()
+    return walk
 
 
 def folder(path: Path) -> str:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -285,48 +285,65 @@ def drawn(
 
     After a failure the rest is drawn anew; a fault that has been found is counted, and not shrunk again.
     """
-    kinds, faults = Counter[str](), dict[str, Found]()
-    while kinds.total() < n and time.monotonic() < until:
-        before = kinds.total()
-        failure = _first_fault(operator, direction, mode, ask, n, seed, until, kinds, set(faults))
+    drawing = _Drawing(operator, direction, mode, ask, n, seed, until)
+    while not drawing.is_over:
+        before = drawing.kinds.total()
+        failure = drawing.first_fault()
         if failure is not None:
-            faults[failure.fault] = failure
-        elif kinds.total() == before:
+            drawing.faults[failure.fault] = failure
+        elif drawing.kinds.total() == before:
             break
-    return kinds, list(faults.values())
+    return drawing.kinds, list(drawing.faults.values())
 
 
-def _first_fault(
-    operator: str, direction: str, mode: str, ask: Callable[[Case], Outcome], n: int, seed: int, until: float,
-    kinds: Counter[str], known: set[str],
-) -> Found | None:  # fmt: skip
-    """Run and count cases up to the first fault that is not known, and shrink that."""
-    hypothesis = import_module("hypothesis")
-    shrinking = list[Found]()
+@dataclass
+class _Drawing:
+    """What `drawn` asks for, and what it has found so far: how many cases of each kind, and the faults."""
 
-    def one(data: Any) -> None:
-        if not shrinking and (kinds.total() >= n or time.monotonic() >= until):
-            return
-        case = fuzz.draw_case(operator, direction, _ByHypothesis(data, fuzz.MOST[mode]))
-        outcome = ask(case)
-        if not shrinking:
-            kinds[outcome.kind] += 1
-        failure = Found(mode, case, outcome.kind, outcome.said)
-        if outcome.well or failure.fault in known or (shrinking and shrinking[0].fault != failure.fault):
-            return
-        shrinking.append(failure)
-        raise _Failed(failure.fault)
+    operator: str
+    direction: str
+    mode: str
+    ask: Callable[[Case], Outcome]
+    n: int
+    seed: int
+    until: float
+    kinds: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, Found] = field(default_factory=dict)
 
-    limited = hypothesis.settings(
-        max_examples=n - kinds.total(), database=None, deadline=None, print_blob=False, report_multiple_bugs=False,
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink), suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
-    test = limited(hypothesis.seed(seed + kinds.total())(hypothesis.given(hypothesis.strategies.data())(one)))
-    # The shrunk case raises, or Flaky is raised where a fault does not come again: that is kept all the same.
-    expected = (_Failed, import_module("hypothesis.errors").Flaky, BaseExceptionGroup)
-    with import_module("hypothesis.reporting").with_reporter(lambda text: None), suppress(*expected):
-        test()
-    return shrinking[-1] if shrinking else None
+    @property
+    def is_over(self) -> bool:
+        return self.kinds.total() >= self.n or time.monotonic() >= self.until
+
+    def first_fault(self) -> Found | None:
+        """Run and count cases up to the first fault that is not known, and shrink that."""
+        hypothesis = import_module("hypothesis")
+        shrinking = list[Found]()
+
+        def one(data: Any) -> None:
+            if not shrinking and self.is_over:
+                return
+            case = fuzz.draw_case(self.operator, self.direction, _ByHypothesis(data, fuzz.MOST[self.mode]))
+            outcome = self.ask(case)
+            if not shrinking:
+                self.kinds[outcome.kind] += 1
+            failure = Found(self.mode, case, outcome.kind, outcome.said)
+            if outcome.well or failure.fault in self.faults or (shrinking and shrinking[0].fault != failure.fault):
+                return
+            shrinking.append(failure)
+            raise _Failed(failure.fault)
+
+        limited = hypothesis.settings(
+            max_examples=self.n - self.kinds.total(), database=None, deadline=None, print_blob=False,
+            report_multiple_bugs=False, phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+        seeded = hypothesis.seed(self.seed + self.kinds.total())
+        test = limited(seeded(hypothesis.given(hypothesis.strategies.data())(one)))
+        # The shrunk case raises, or Flaky is raised where a fault does not come again: that is kept all the same.
+        expected = (_Failed, import_module("hypothesis.errors").Flaky, BaseExceptionGroup)
+        with import_module("hypothesis.reporting").with_reporter(lambda text: None), suppress(*expected):
+            test()
+        return shrinking[-1] if shrinking else None
 
 
 def asked(names: list[str], modes: list[str]) -> list[Count]:
@@ -376,8 +393,3 @@ def run(
         for worker in workers.values():
             worker.stop()
     return failures
-
-
-def tonight() -> int:
-    """A seed that is another each day."""
-    return int(time.time() // 86400)

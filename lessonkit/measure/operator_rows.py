@@ -152,6 +152,22 @@ def source(operator: int) -> str:
 
 
 @cache
+def reaches(operator: int) -> dict[str, frozenset[str]]:
+    """The full names of what the hashes of an operator's code, inputs and work count, by its direction and these."""
+    op = operators()[operator]
+    module, bound = _home(op.problem)
+
+    def names(function: Any) -> frozenset[str]:
+        return fingerprint.reaches(ROOT, function.__module__, function.__name__)
+
+    return {
+        op.direction: names(op.call),
+        "inputs": names(op.inputs) if op.inputs else fingerprint.problem_reaches(ROOT, module, bound, "inputs"),
+        "work": names(op.work) if op.work else fingerprint.problem_reaches(ROOT, module, bound, "work"),
+    }
+
+
+@cache
 def code(operator: str) -> str:
     """A hash of what an operator's calls run, forward and backward, through every import."""
     calls = {_function(op.call) for op in operators() if op.name == operator}

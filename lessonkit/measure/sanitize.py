@@ -4,9 +4,11 @@ A report is an error unless sanitize.toml has it with an argument by the memory 
 different things: memcheck addresses, racecheck shared memory, initcheck global memory that nothing wrote, synccheck
 barriers; `consan` and `iisan` are Triton's, compiled into the kernels. Day 5's lesson on sanitizers shows each.
 
-`python -m lessonkit.measure.sanitize LESSON PART` runs the rungs of a lesson once each, or that part of them: what the
-tools are put around. racecheck of a persistent kernel takes minutes, so a part may be one rung at one small shape, as
-on a GPU of few SMs: each program still has several tiles, and each stage of its ring is used again.
+`python -m lessonkit.measure.sanitize LESSON PART CASES` is what the tools are put around: it runs the rungs of a lesson
+once each, or that part of them. Of course_ops it calls an operator with CASES, which launch each kernel of its dispatch
+(operator_cases); a rung is a direction there. racecheck of a persistent kernel takes minutes, so a part may be one rung
+at one small shape, as on a GPU of few SMs: each program still has several tiles, and each stage of its ring is used
+again.
 """
 
 import ast
@@ -19,7 +21,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import said
 from lessonkit.judge import check
 from lessonkit.lesson import Lesson
-from lessonkit.measure import ncu, rows
+from lessonkit.measure import ncu, operator_cases, rows
+from lessonkit.measure.operator_cases import Chosen
 
 import torch
 
@@ -46,6 +49,7 @@ TOOLS = {
 }
 OPTIONS = ("--strip-paths", "no", "--print-limit", "100")  # a file of the course is found by its whole path
 INSTRUMENTED = ("consan", "iisan")  # TRITON_INSTRUMENTATION_MODE
+ALL = (*TOOLS, *INSTRUMENTED)
 # What a report of each tool begins with, after "Error: " or "Warning: ". Anything else that a tool says is no report.
 BEGINNINGS = (
     *("Invalid __", "Misaligned", "Address ", "Race reported", "Potential ", "Uninitialized ", "Barrier error"),
@@ -105,8 +109,8 @@ def argued(path: Path = ARGUED) -> list[Argued]:
             raise ValueError(
                 f"{path.name}: {entry}: give {', '.join(names)}, and nothing else; kernels and reports are lists"
             )
-        if entry["tool"] not in (*TOOLS, *INSTRUMENTED):
-            raise ValueError(f"{path.name}: tool={entry['tool']!r}: there are {', '.join((*TOOLS, *INSTRUMENTED))}")
+        if entry["tool"] not in ALL:
+            raise ValueError(f"{path.name}: tool={entry['tool']!r}: there are {', '.join(ALL)}")
         found.append(Argued(tuple(entry["kernels"]), entry["tool"], tuple(entry["reports"]), entry["argument"]))
     return found
 
@@ -206,6 +210,13 @@ class Part:
     shape: dict[str, Any] = field(default_factory=dict)
     sms: int = 0
 
+    @classmethod
+    def of(cls, words: str) -> "Part":
+        """The part that is written so."""
+        rung = "" if "=" in words.partition(" ")[0] else words.partition(" ")[0]
+        shape = shape_of(words.removeprefix(rung))
+        return cls(rung, shape, shape.pop("sms", 0))
+
     def __str__(self) -> str:
         words = [self.rung, *(f"{name}={value}" for name, value in self.shape.items())]
         return " ".join(filter(None, [*words, f"sms={self.sms}" * bool(self.sms)]))
@@ -225,22 +236,40 @@ def shape_of(words: str) -> dict[str, Any]:
     return found
 
 
-def run(name: str, tool: str, part: Part = Part()) -> Counter[Report]:
+def run(name: str, tool: str, part: Part = Part(), seconds: float = SECONDS) -> Counter[Report]:
     """The reports of a tool on the rungs of a lesson, each run once in a process of its own. Raises NotUnderstood."""
     command = [sys.executable, "-m", "lessonkit.measure.sanitize", name, json.dumps(vars(part))]
+    command.append(json.dumps([*map(asdict, cases(name, part))]))
     # Each tensor an allocation of its own: past its end begins nothing else that is valid.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     if tool in INSTRUMENTED:
-        code, out, err = ncu.output(command, SECONDS, **env, TRITON_INSTRUMENTATION_MODE=tool)
+        code, out, err = ncu.output(command, seconds, **env, TRITON_INSTRUMENTATION_MODE=tool)
         found = parsed(tool, out + err)
         if code and not found:
             raise NotUnderstood(f"{name} under {tool}: exit code {code}: {_last_words(out + err)}")
         return found
     around = [ncu.find("compute-sanitizer"), *OPTIONS, "--tool", tool, *TOOLS[tool]]
-    code, out, err = ncu.output([*around, *command], SECONDS, **env)
+    code, out, err = ncu.output([*around, *command], seconds, **env)
     if DONE not in out:
         raise NotUnderstood(f"{name} under {tool}: not every rung ran (exit code {code}): {_last_words(out + err)}")
     return parsed(tool, out + err)
+
+
+def watched(
+    folder: Path, name: str, tool: str, part: Part, known: Sequence[Argued], seconds: float = SECONDS
+) -> tuple[Counter[Report], list[Report]]:  # fmt: skip
+    """Run a tool and keep what it says: all reports, and those that are not argued. Raises NotUnderstood."""
+    found = run(name, tool, part, seconds)
+    save(folder, name, tool, found, known, part)
+    return found, unargued(found, known)
+
+
+def cases(name: str, part: Part) -> tuple[Chosen, ...]:
+    """Of an operator and one direction, what it is called with in place of a lesson's checks."""
+    if not operator_cases.is_operator(name):
+        return ()
+    chosen = operator_cases.chosen(name, part.rung, large=False)
+    return (replace(chosen[0], shape=part.shape),) if part.shape else chosen
 
 
 def save(
@@ -248,13 +277,14 @@ def save(
 ) -> None:  # fmt: skip
     """Keep what a tool said of a lesson or a part of it, in place of what it said before; a clean one has a row too."""
     about = {"lesson": name, "part": str(part), **rows.machine()}
+    source = {"source": operator_cases.source(name, part.rung)}
     new = [
-        {**about, **asdict(report), "count": count, "argued": "" if unargued([report], known) else "yes"}
+        {**about, **asdict(report), "count": count, "argued": "" if unargued([report], known) else "yes", **source}
         for report, count in sorted(found.items())
     ]
-    new = new or [{**about, **asdict(Report(tool, "", "")), "count": 0, "argued": ""}]
+    new = new or [{**about, **asdict(Report(tool, "", "")), "count": 0, "argued": "", **source}]
     with changing(folder / NAME):
-        before = [{"lesson": row["lesson"], "part": "", **row} for row in read_csv(folder / NAME)]
+        before = [dict.fromkeys(new[0], "") | row for row in read_csv(folder / NAME)]
         kept = [row for row in before if (row["lesson"], row["part"], row["tool"]) != (name, str(part), tool)]
         write_atomically(folder / NAME, to_csv([*kept, *new]))
 
@@ -273,10 +303,24 @@ def marked(folder: Path, known: Sequence[Argued]) -> str:
 DONE = "every rung ran"
 
 
-def main(name: str, part: Part) -> None:
+def main(name: str, part: Part, cases: Sequence[Chosen] = ()) -> None:
     if part.sms:  # before the lesson takes the name
         vars(sys.modules["lessonkit"])["num_sms"] = lambda: part.sms
-    lesson: Lesson = importlib.import_module(name).LESSON
+        common = importlib.import_module("course_ops._common")
+        vars(common)["_gpu"] = lambda device, gpu=common._gpu: (part.sms, *gpu(device)[1:])
+    if operator_cases.is_operator(name):
+        ran = _operator(name, part, cases)
+    else:
+        ran = _lesson(importlib.import_module(name).LESSON, part)
+    faulthandler.cancel_dump_traceback_later()
+    if ran or part == Part():
+        print(DONE, flush=True)
+    else:
+        print(f"no rung of {name} takes {part}")
+
+
+def _lesson(lesson: Lesson, part: Part) -> int:
+    """How many calls ran."""
     shapes = [part.shape] if part.shape else [case.shape for case in lesson.checks if not case.gib]
     ran = 0
     for rung in lesson.rungs:
@@ -292,12 +336,19 @@ def main(name: str, part: Part) -> None:
                 continue
             torch.cuda.synchronize()
             ran += 1
-    faulthandler.cancel_dump_traceback_later()
-    if ran or part == Part():
-        print(DONE, flush=True)
-    else:
-        print(f"no rung of {name} takes {part}")
+    return ran
+
+
+def _operator(name: str, part: Part, cases: Sequence[Chosen]) -> int:
+    """How many calls ran."""
+    (lesson,) = (each for _, each in operator_cases.lessons(name) if each.rungs[0].__name__ == part.rung)
+    for case in cases:
+        faulthandler.dump_traceback_later(RUNG_SECONDS, exit=True)
+        with case.mode():
+            lesson.rungs[0](*case.inputs(lesson))
+        torch.cuda.synchronize()
+    return len(cases)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Part(**json.loads(sys.argv[2])))
+    main(sys.argv[1], Part(**json.loads(sys.argv[2])), [Chosen(**each) for each in json.loads(sys.argv[3])])

@@ -209,14 +209,19 @@ def anchor(term: Term, language: str) -> str:
 
 
 def explained(which: str) -> Iterator[Term]:
-    """The terms that a word means: one of them, all of a lesson, all ("")."""
+    """The terms that a word means: one of them, all of a lesson, all (""), those whose explanation has the word."""
     if not which:
         yield from terms()
     elif found := [t for t in terms() if t.term.lower() == which.lower() or t.pattern.fullmatch(which)]:
         yield from found
-    else:
-        among = {term for lesson in names(which) for term in used(lesson)}
+    elif lessons := names(which):
+        among = {term for lesson in lessons for term in used(lesson)}
         yield from (term for term in terms() if term in among)
+    else:
+        for term in terms():
+            known = (translated(text, each) for text in (term.term, term.says) for each in PAGES)
+            if any(which.lower() in text.lower() for text in known):
+                yield term
 
 
 def words() -> list[str]:

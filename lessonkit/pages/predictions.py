@@ -17,6 +17,7 @@ from lessonkit.pages import pivots
 
 CARD = "h200"  # of MACHINE, in the table of chips
 TOLERANCE = 0.15  # a measured rate further off than this wants a reason
+NOISE = 0.03  # of a gain: two rows of the same code differ by less
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Compared:
     row: Row
     least_ms: float  # the prediction, as times; both are the same unless it is from one figure to another
     most_ms: float
+    times: float = 0  # as fast as the rung that the prediction is `over`, measured
 
     @property
     def ratio(self) -> float:
@@ -36,6 +38,12 @@ class Compared:
     @property
     def off(self) -> bool:
         return abs(self.ratio - 1) > TOLERANCE
+
+    @property
+    def gain_off(self) -> bool:
+        """Of a predicted gain over an earlier rung: whether the measured one differs by more than half of it."""
+        nearest = min(max(self.times, both(self.said.times)[0]), both(self.said.times)[1])
+        return nearest > 1 and abs(self.times - nearest) > max((nearest - 1) / 2, NOISE)
 
     @property
     def how(self) -> str:
@@ -78,7 +86,9 @@ def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
         row = at.get((each.rung.__name__, shape))
         before = at.get((each.over.__name__, shape)) if each.over else row
         if row and before and (each.card == CARD or each.card in row.gpu.lower()):
-            yield Compared(each, row, *sorted(_milliseconds(each, row, before)))
+            times = before.ms_p50 / row.ms_p50 if each.over else 0
+            least, most = sorted(_milliseconds(each, row, before))
+            yield Compared(each, row, least, most, times)
 
 
 def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
@@ -100,7 +110,10 @@ def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) ->
     for pair in pairs:
         rate = pair.row.tflop_per_s if unit == "TFLOP/s" else pair.row.tb_per_s
         line = [f"**{pair.row.rung}**", pair.row.shape, how(pair.said, language()), pair.rate(rate)]
-        body.append([*line, f"{rate:.3g}{mark(pair.row)}", f"{pair.ratio:.2f}", said(pair.said.why)])
+        measured = f"{rate:.3g}{mark(pair.row)}"
+        if pair.said.over:
+            measured = said("{rate}, {times} times").format(rate=measured, times=f"{pair.times:.3g}")
+        body.append([*line, measured, f"{pair.ratio:.2f}", said(pair.said.why)])
     units = said("that is {unit}").format(unit=unit), said("measured {unit}").format(unit=unit)
     header = ["", said("shape"), said("predicted"), *units, said("measured / predicted"), said("why it differs")]
     return f"## {said('Predicted and measured')}\n\n" + markdown(header, body)
@@ -117,7 +130,7 @@ def not_measured(name: str, lesson: Lesson) -> str:
 
 
 def complaints(name: str, lesson: Lesson, found: Sequence[Row]) -> list[str]:
-    """What is wrong: a row that is off without a reason, a reason where nothing is off, nothing measured."""
+    """What is wrong: a row or a gain that is off without a reason, a reason where neither is, nothing measured."""
     pairs = {id(pair.said): pair for pair in compared(lesson, found)}
     wrong = []
     for each in (p for p in lesson.predicted if p.card == CARD):
@@ -126,7 +139,9 @@ def complaints(name: str, lesson: Lesson, found: Sequence[Row]) -> list[str]:
             wrong.append(f"{where}: predicted, and no row was measured: run `python -m lessonkit bench` on an H200")
         elif pair.off and not each.why:
             wrong.append(f"{where}: {pair.ratio:.2f} of what was predicted: say in `why` what the prediction missed")
-        elif each.why and not pair.off:
+        elif pair.gain_off and not each.why:
+            wrong.append(f"{where}: {pair.times:.3g} times as fast, not {how(each)}: say in `why` why the gain differs")
+        elif each.why and not (pair.off or pair.gain_off):
             wrong.append(
                 f"{where}: {pair.ratio:.2f} of what was predicted: take `why` away, nothing is to be explained"
             )

@@ -22,6 +22,7 @@ from lessonkit.pages import (
     final_report,
     glossary,
     guides,
+    kit,
     operators,
     path_pages,
     pivots,
@@ -33,6 +34,7 @@ from lessonkit.pages import (
     shipped,
     stored,
     targets,
+    watched,
 )
 from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.plots import Picture
@@ -161,6 +163,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
         made |= final_report.pages(folder, today)
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
+            made[sanitized.with_suffix(".md")] = watched.page(folder, lessons)
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
@@ -198,8 +201,10 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         text = filled(text, "versions", targets.versions(language))
         made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
-        page = ROOT / readme.replace("README", "CONTRIBUTING")
-        made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
+        page = ROOT / "lessonkit" / readme
+        text = filled(page.read_text(), "tiers", verify.tiers(language))
+        text = filled(text, "lines", kit.lines(language))
+        made[page] = filled(text, "modules", kit.modules()) if language == "en" else text
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
     return made | guides.pages() | path_pages.pages() | glossary.pages() | readme_pictures.pages()
@@ -439,7 +444,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        cells = [[shares.marked(name, str(_cell(value))) for name, value in row.items()] for row in table.rows]
+        cells = [[shares.marked(name, str(cell(value))) for name, value in row.items()] for row in table.rows]
         part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
@@ -492,7 +497,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     return made
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
     """A cell of a step's table; words are said in the reader's language, if a catalogue has them."""
     return stored.told(value) if isinstance(value, str) and (" " in value or value in BOUNDS) else value
 

@@ -6,7 +6,6 @@ import json
 import re
 from functools import cached_property
 
-from lessonkit.base.prose import read_as
 from lessonkit.base.words import translated
 from lessonkit.exercise.source import Source
 from lessonkit.web import places, prose
@@ -29,7 +28,7 @@ class Page:
     def text(self) -> str:
         source = self.source
         folder = source.path.parent.parent.name
-        words = read_as(source.with_marks, self.suffix, self.say)
+        words = source.read(source.with_marks, self.say)
         first = next(part for part in prose.parts(words, self.suffix) if part.kind == prose.PROSE)
         title, task = prose.title(first.text)
         todo = "\n".join(f"{r.number}. {prose.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
@@ -47,7 +46,7 @@ class Page:
             '<div class="exercise-terminal">',
             prose.fence("bash", commands),
             self._why_terminal(),
-            _folded(start, prose.code(source.stub, self.suffix), unfolded=True),
+            _folded(start, prose.code(source.read(source.stub, self.say), self.suffix), unfolded=True),
             *(_folded(count.format(number=n), prose.escaped(self.say(" ".join(hint.split()))))
               for n, hint in enumerate(self.hints, 1)),
             "</div>",

@@ -147,7 +147,7 @@ def _text(found: Any) -> str:
     from lessonkit.exercise import progress
 
     file = progress.answer_file(found)
-    text: str = file.read_text() if file.exists() else found.stub
+    text: str = file.read_text() if file.exists() else found.read(found.stub)
     return text
 
 

@@ -159,7 +159,7 @@ class Page:
     def _diffs(self) -> Iterator[tuple[str, str]]:
         """Rung -> the view of what changes from the one before it."""
         for old, new in pairwise(self.rungs):
-            before, after = rung_source.lines(self.name, old), rung_source.lines(self.name, new)
+            before, after = (rung_source.lines(self.name, rung, self.say) for rung in (old, new))
             changed = list(difflib.unified_diff(before, after, old, new, lineterm="", n=2))
             if changed:
                 summary = translated("Diff: {old} to {new}", self.language).format(old=old, new=new)

@@ -28,7 +28,7 @@ def guides() -> list[Path]:
     """
     tops = ("README.md", "SYLLABUS.md", "GLOSSARY.md", "CONTRIBUTING.md", "CHANGELOG.md")
     found = [ROOT / name for name in tops if (ROOT / name).exists()]
-    for folder in ("day*", "cuda_src", "course_ops", "paths"):
+    for folder in ("day*", "cuda_src", "course_ops", "lessonkit", "paths"):
         found += [p for p in sorted(ROOT.glob(f"{folder}/*.md")) if p.with_name(p.stem + _TRANSLATED).exists()]
     found += [ROOT / "reports/README.md", ROOT / "reports/compiled/targets.md"]
     lessons = set(names())

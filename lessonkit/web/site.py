@@ -155,7 +155,7 @@ class Sources:
         if page == places.HOME:
             days = dict.fromkeys(name.partition(".")[0] for name in names())
             order = ["paths", *(f"{day}/index" for day in days), "course_ops/index", "roofline", "reports/index"]
-            order += ["glossary", places.COURSE, "syllabus", "contributing", "changelog"]
+            order += ["glossary", places.COURSE, "syllabus", "contributing", "lessonkit/index", "changelog"]
             below = [p for each in order for p in self._section(each, guides)]
         elif page.endswith("/index"):
             folder = page.removesuffix("/index")

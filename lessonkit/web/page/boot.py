@@ -70,7 +70,7 @@ def _graded(source: Any, answer: str, *, seed: int) -> Any:
 
     source = Source(source.path)
     verdict = grade.grade_and_compile(source, answer, seed=seed)
-    if verdict.right or answer == source.stub or source.untouched(answer):
+    if verdict.right or source.untouched(answer) or source.is_stub(answer):
         return verdict
     return replace(verdict, mistake=grade.recognised(source, verdict, seed, within=grade.PATIENCE))
 

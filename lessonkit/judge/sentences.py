@@ -1,0 +1,50 @@
+"""What the judge, the interpreter and the grader say of a kernel: raised in English, shown in the reader's language."""
+
+import re
+
+from lessonkit.base.words import later, said
+
+SENTENCES = (
+    later(
+        "{wrong} of {all} lanes {what} outside every tensor of the launch: "
+        "the first is element {element} of {name}, whose shape is {shape}: mask them"
+    ),
+    later("{wrong} of {all} lanes {what} outside every tensor of the launch: mask them"),
+    later(
+        "{wrong} of {all} wrong, all in {box}, the first at {first}: "
+        "expected {expected}, got {got}, more off than {limit}"
+    ),
+    later("{wrong} of {all} wrong, the first at {first}: expected {expected}, got {got}, more off than {limit}"),
+    later("{wrong} of {all} wrong, the first at {first}: expected {expected}, got {got}"),
+    later("the first wrong one is at {first}: expected {expected}, got {got}"),
+    later("NaN at {first}: computed from a NaN, or never written"),
+    later("argument {number} is not what it was"),
+    later("the kernel did not end in {seconds} s"),
+    later("needs a GPU with {size} GiB"),
+    later("needs {size} GiB of GPU memory"),
+    later("{got} is a little too large"),
+    later("{got} is a little too small"),
+    later("{got} is 2 to 10 times too large"),
+    later("{got} is 2 to 10 times too small"),
+    later("{got} is more than 10 times too large"),
+    later("{got} is more than 10 times too small"),
+    later("{got} is wrong, even its sign"),
+    later("{got} is wrong"),
+    later("{got} is no prediction"),
+    later("write a number, got {got}"),
+    later("expected {count} of them, got {got}"),
+    later("expected shape {expected}, got {got}"),
+    later("expected a tensor, got {got}"),
+    later("expected {expected}, got {got}"),
+    later("{got} results, expected {expected}"),
+)
+
+
+def told(text: str) -> str:
+    """A text in the reader's language, from the first part on that is one of SENTENCES: `value: 3 of 5 wrong, ...`."""
+    for at in (0, *(mark.end() for mark in re.finditer(": ", text))):
+        for sentence in SENTENCES:
+            pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>(?:(?!: ).)+)", re.escape(sentence))
+            if found := re.fullmatch(pattern, text[at:]):
+                return text[:at] + said(sentence).format(**found.groupdict())
+    return text
