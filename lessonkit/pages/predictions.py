@@ -87,7 +87,8 @@ def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
         before = at.get((each.over.__name__, shape)) if each.over else row
         if row and before and (each.card == CARD or each.card in row.gpu.lower()):
             times = before.ms_p50 / row.ms_p50 if each.over else 0
-            yield Compared(each, row, *sorted(_milliseconds(each, row, before)), times)
+            least, most = sorted(_milliseconds(each, row, before))
+            yield Compared(each, row, least, most, times)
 
 
 def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
