@@ -122,8 +122,8 @@ The figures are `predicted` below; the report shows them beside the rows. Cycles
     causal_skip            10% of the matmuls at S = 512, 3% at 2048; half       nothing: every block sees a key
                            of that, as consumer 0 still does the step
 
-Three of these percentages do not follow from the cycles beside them. 2000 of 8 * 2800 cycles are 9% at S = 512, 2800 /
-2550 is 10% more, and 3100 / 2588 is 20% more. The first figures stand, as they were predicted before the kernels were
+Three of these percentages do not follow from the cycles beside them. 2000 of 8 * 2800 cycles are 9% at S = 512. 2800 /
+2550 is 10% more. 3100 / 2588 is 20% more. The figures above stand, as they were predicted before the kernels were
 timed. And at D = 128 dP covers the exponentials, so ping-pong should have nothing to save there.
 
 Experiments

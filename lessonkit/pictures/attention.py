@@ -190,7 +190,7 @@ def ping_pong(c: Canvas, lesson: str) -> None:
 
 
 @picture(
-    "Persistent CTAs: the ends of a tile run under its neighbours",
+    "Persistent CTAs: loads and the store of a tile run under its neighbours",
     "Timelines of one SM. With a CTA for each tile, loads, main loop and store follow each other. In a persistent CTA "
     "the producer loads the next tile during the main loop, and TMA stores O during the next tile.",
 )
