@@ -391,7 +391,7 @@ def _ships(ships: Sequence[operator_rows.Row]) -> Iterator[str]:
             "{peer} ({ratio})."
         )
         yield words.format(
-            operator=most.operator, direction=said(most.direction), shape=f"{most.shape} {_short(most.dtype)}",
+            operator=most.operator, direction=most.direction, shape=f"{most.shape} {_short(most.dtype)}",
             us=f"{1000 * (most.ms - most.best_peer_ms):.0f}", peer=most.best_peer, ratio=f"{most.ratio:.2f}",
         )  # fmt: skip
     if further := shipped.further_peers():
@@ -405,7 +405,7 @@ def _shipped(ships: Sequence[operator_rows.Row]) -> Iterator[dict[str, str]]:
         if s.behind:
             ratio, at, peer = shipped.worst(s)
             yield {
-                "course_ops.": s.operator, said("direction"): said(s.direction), said("shapes"): f"{s.shapes}{mark}",
+                "course_ops.": s.operator, said("direction"): s.direction, said("shapes"): f"{s.shapes}{mark}",
                 said("mean"): f"{s.mean:.2f}", said("worst"): ratio, said("at"): _short(at),
                 said("best peer"): peer, said("below {even}").format(even=operator_rows.BEHIND):
                 f"{s.share_behind:.0%}",
