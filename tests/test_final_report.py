@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.pages import compared, final, final_report, report, results, roofline
+from lessonkit.pages import compared, final, final_report, report, results, roofline, shipped
 
 import pytest
 
@@ -79,6 +79,9 @@ def test_final_report_builds_from_committed_rows(made):
     for contest in results.contests(FOLDERS[0]):
         assert f"| {contest.name} | {contest.shape} " in text, contest.name
         assert contest.best.rate in text
+    ships = text.split("## What ships")[1].split("\n## ")[0]
+    for s, _ in shipped.summaries(shipped.rows(FOLDERS[0])):
+        assert (f"| {s.operator} | {s.direction} |" in ships) == bool(s.behind), s
     assert 'src="data:image/png;base64,' in made[".html"].read_text()
     assert "http" not in made[".html"].read_text()  # works offline
 

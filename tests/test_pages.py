@@ -8,11 +8,11 @@ import sys
 from lessonkit import Prediction
 from lessonkit.base import words
 from lessonkit.base.errors import Misdeclared
-from lessonkit.base.files import REPORTS
+from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.commands import show
 from lessonkit.judge import verify
-from lessonkit.lesson import Table, discover, kernels, title
-from lessonkit.measure import rows
+from lessonkit.lesson import Table, discover, kernels, shape_name, title
+from lessonkit.measure import operator_rows, rows, timing
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import (
     compared,
@@ -26,6 +26,7 @@ from lessonkit.pages import (
     report,
     results,
     shares,
+    shipped,
 )
 
 import pytest
@@ -236,6 +237,59 @@ def test_the_fastest_at_a_shape_stands_beside_the_peer_of_its_own_rounds(lesson)
     assert (best.row, best.peer) == fast
 
 
+def test_a_peer_that_another_lesson_timed_is_the_best_where_it_is_faster(lesson):
+    """CUB stands in two of four lessons on the scan: what the others reach is held against it too, with a mark."""
+
+    def timed(rung, ms, shape, *peers):
+        rung = a_row(rung=rung, ms_p50=ms, shape=shape, ratio_to_best_peer=min(p for _, p in peers) / ms)
+        return [rung, *(a_row(rung=p, kind="peer", ms_p50=t, shape=shape) for p, t in peers)]
+
+    fast = timed("add_wide", 2.0, "n=1", ("torch", 4.0)) + timed("add_wide", 2.0, "n=2", ("torch", 2.2))
+    other = timed("add_block", 4.0, "n=1", ("torch", 3.9), ("CUB", 3.0))
+    other += timed("add_block", 4.0, "n=2", ("CUB", 2.4))
+    found = results.beside([("a", lesson, fast), ("b", lesson, other)])
+    first, second = operators.Ladder("add", tuple(found)).fastest()
+    assert (first.peer.rung, first.row.ratio_to_best_peer) == ("CUB §", 1.5)
+    assert (second.peer.rung, second.row.ratio_to_best_peer) == ("torch", 1.1)
+    assert found[1][2][:3] == other[:3], "its own peer is its best"
+    incomplete = [dataclasses.replace(row, ratio_to_best_peer=0.0) for row in fast]
+    ((_, _, rows_), _) = results.beside([("a", lesson, incomplete), ("b", lesson, other)])
+    assert {row.ratio_to_best_peer for row in rows_ if row.kind == "rung"} == {0}, "a peer's version is missing"
+
+
+def test_a_peer_of_other_rounds_is_old_when_its_own_row_is():
+    today = Today(kernels())
+    row = a_row(rung="torch", kind="peer")
+    marked = dataclasses.replace(row, rung="torch §")
+    assert today.why_old(marked) == today.why_old(row) != "no such peer"
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_scan_is_held_against_cub_on_every_page():
+    folder, today = FOLDERS[0], Today(kernels())
+    scan = next(ladder for ladder in operators.ladders(folder) if ladder.name == "scan").main()
+    assert scan.peer.rung.startswith("CUB")
+    cell = f"CUB § | {scan.ratio} |" if scan.peer.rung.endswith("§") else f"CUB | {scan.ratio} |"
+    contest = next(c for c in results.contests(folder) if c.name == "scan")
+    for text in (operators.overview("en", today), final.as_markdown("", final_report.build(folder)[1])):
+        assert cell in text
+        assert operators.FROM_ELSEWHERE in text
+    assert (contest.peer.rung, f"{contest.best.ratio_to_best_peer:.2f}") == (scan.peer.rung, scan.ratio)
+    assert "CUB (`scan`)" in shipped.from_rows(folder, "en")
+
+
+def test_a_missing_ratio_of_a_steps_table_is_marked():
+    line = {"operator": "add", "best peer, ms": "2 (quack)", "over its peers": ""}
+    assert operators.marked(line)["over its peers"] == "‡"
+    assert operators.marked(line | {"best peer, ms": ""})["over its peers"] == ""
+    assert operators.marked(line | {"over its peers": "1.00"})["over its peers"] == "1.00"
+
+
+def test_the_readme_says_which_times_are_refused():
+    for guide in ("README.md", "README.zh-CN.md"):
+        assert f"{timing.IMPOSSIBLE - 1:.0%}" in (ROOT / guide).read_text()
+
+
 @pytest.mark.parametrize(("ratio", "peer", "cell"), [(0.0, "quack", "‡"), (0.5, "quack", "0.50"), (0.0, "", "")])
 def test_an_incomplete_row_is_marked_on_every_page(lesson, monkeypatch, ratio, peer, cell):
     """A blank would look as if it had no peer."""
@@ -271,7 +325,7 @@ def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypa
     monkeypatch.setattr(results, "language", lambda lesson: "Triton")
     assert "| 1.25 to 1.50 (2 of 3 shapes) |" in operators.overview("en", Today(kernels()))
     monkeypatch.setattr(final_report, "EVEN", 2)
-    ((_, worst),) = final_report._behind(FOLDERS[0])
+    ((_, worst),) = final_report._behind(final_report._slower(FOLDERS[0], []))
     assert worst.row.ratio_to_best_peer == 1.25
 
 
@@ -530,7 +584,7 @@ def test_the_final_report_counts_what_it_shows():
     """0.996 is shown as 1.00; 89.9 with the decimal that says why it is below 90. What has no ratio is named."""
     known = {"even": (0.996, 89.94), "lost": (0.964, 90.04), "just": (0.966, 100.4), "blank": (0, 12.3)}
     found = [contest(name, ratio_to_best_peer=r, percent_of_limit=p) for name, (r, p) in known.items()]
-    libraries, machine = final_report._findings(found, [], None)
+    libraries, machine = final_report._findings(found, [], None, [])
     assert "3 of 4 operators are judged. Of these 1 are at least as fast" in libraries
     assert "and 1 are behind by less" in libraries
     assert "Slower: lost 0.96." in libraries
@@ -562,13 +616,39 @@ def test_the_final_report_says_a_prediction_in_the_unit_of_its_result(lesson):
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
 def test_the_final_report_divides_by_the_peer_that_it_names():
-    """Of the fastest rung's own rounds: that of other rounds had another clock. Without a declared peer, no ratio."""
+    """One of other rounds, which had another clock, is marked. Without a declared peer, no ratio."""
     for folder in FOLDERS:
         for contest in results.contests(folder):
             if contest.best.ratio_to_best_peer:
                 ratio = contest.peer.ms_p50 / contest.best.ms_p50
                 assert contest.best.ratio_to_best_peer == pytest.approx(ratio, rel=1e-3, abs=6e-4), contest.name
-            assert contest.peer is None or contest.peer.lesson == contest.best.lesson
+            if contest.peer:
+                assert (contest.peer.lesson == contest.best.lesson) != contest.peer.rung.endswith("§")
+
+
+def test_the_next_hour_is_no_gap_that_what_ships_has_closed(lesson):
+    """At the first shape the operator reaches the library, at the second neither does."""
+    rows_ = [a_row(ms_p50=ms, ratio_to_best_peer=0.5) for ms in (4.0, 2.0, 1.0)]
+    best = [operators.Fastest(row, None, (row,)) for row in rows_]
+    slower = [("add", best[0], 1.2), ("add", best[1], 0.9), ("sum", best[2], 0.966)]
+    assert final_report._behind(slower) == [("add", best[1])]
+    (said,) = final_report._left_out(slower)
+    assert said.startswith("Left out: 2 shapes where")
+    assert "add 1.20, sum 0.97" in said
+    assert not list(final_report._left_out(slower[1:2]))
+
+
+def test_an_operator_is_found_by_the_problem_that_a_lesson_asks():
+    """Not by its name; a lesson that asks for a part of the problem has none."""
+    known = dict(kernels())
+    folder = REPORTS / rows.MACHINE
+    ships = operator_rows.read(folder / operator_rows.FILE)
+    for name, operator in (("day2_triton_basics.lesson15_scan", "scan"), (ADD, None),
+                           ("day4_replace_op.lesson06_flash_backward_queries", None)):  # fmt: skip
+        each = known[name]
+        dtype = str(each.bench_dtype).removeprefix("torch.")
+        found = {operator_rows.of_lessons([each], shape_name(shape), dtype, ships) for shape in each.benches}
+        assert {row and row.operator for row in found} == {operator}, name
 
 
 # ---- Shares of a limit ----------------------------------------------------------------------------------------------

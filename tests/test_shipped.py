@@ -40,7 +40,7 @@ def test_a_ratio_is_the_peers_time_over_ours(language):
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert {line[0].strip("`") for line in lines} == set(shipped.SHIPPED)
     for line in lines:
-        if not line[6].strip():
+        if line[6].strip() == "‡":
             continue  # a declared peer was not there
         ours, theirs, ratio = (float(line[i].removesuffix(f" {shipped.MARK}")) for i in (3, 5, 6))
         assert abs(theirs / ours / ratio - 1) < 0.02, line

@@ -15,7 +15,7 @@ from typing import Any
 from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import later
-from lessonkit.lesson import Operator, Problem, Shape, Work, shape_name
+from lessonkit.lesson import Lesson, Operator, Problem, Shape, Work, shape_name
 from lessonkit.measure import fingerprint
 
 FILE = "operators.csv"
@@ -272,6 +272,26 @@ def faults(found: Sequence[Row]) -> list[str]:
         said += [f"{' '.join(row.key)}: {what}" for what in wrong]
     keys = [row.key for row in found]
     return said + [f"{' '.join(key)}: {keys.count(key)} rows" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+
+
+def is_asked(operator: Operator, lesson: Lesson) -> bool:
+    """Whether an operator computes what a lesson asks: names of lessons' operators are others, so the problem says it.
+
+    A lesson with a reference of its own asks something else.
+    """
+    return lesson.problem is operator.problem and lesson.reference is operator.problem.reference
+
+
+def of_lessons(lessons: Iterable[Lesson], shape: str, dtype: str, found: Iterable[Row]) -> Row | None:
+    """The row of the operator that computes what these lessons ask, at a shape that one of them times so named."""
+    lessons, by = list(lessons), {row.key: row for row in found}
+    named = next((each for lesson in lessons for each in lesson.benches if shape_name(each) == shape), None)
+    for op in operators():
+        if named is not None and any(is_asked(op, lesson) for lesson in lessons):
+            row = by.get(Case(op, plain(op, named)).key)
+            if row and row.dtype == dtype:
+                return row
+    return None
 
 
 # ---- What the rows say ---------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ REASONS = (
           "{expected}, got {got}, more off than {off}"),
 )  # fmt: skip
 OWN_VERSION = ("torch", "SDPA", "cuBLASLt", "CUB")  # peers that begin so come with what the columns torch and cuda name
+ELSEWHERE = " §"  # behind the name of a peer that only another lesson of the operator timed (results.beside)
 MACHINE = "nvidia-h200"  # the folder of reports/ that predictions are about, and of which a release wants every row
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
 CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")

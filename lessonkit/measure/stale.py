@@ -104,6 +104,7 @@ class Today:
 
     def why_old(self, row: Row) -> str:
         """What has changed since the row was measured; "" if nothing has, or nothing that the GPU would notice."""
+        row = replace(row, rung=row.rung.removesuffix(rows.ELSEWHERE))
         lesson = self.lessons.get(row.lesson)
         if row.kind == "limit" or lesson is None:
             return "" if lesson else later("no such lesson")

@@ -98,19 +98,24 @@ def as_html(title: str, blocks: Sequence[Block], images: dict[str, bytes]) -> st
 
 def _marked(text: str) -> str:
     """Text in HTML: **bold** and `code`."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(unlinked(text)))
     return re.sub(r"`(.+?)`", r"<code>\1</code>", bold).replace("\\*", "*")
 
 
 def _unmarked(text: str) -> str:
     """Text as a PDF shows it."""
-    return text.replace("**", "").replace("`", "").replace("\\*", "*")
+    return unlinked(text).replace("**", "").replace("`", "").replace("\\*", "*")
+
+
+def unlinked(text: str) -> str:
+    """The words of links, whose targets are another folder's."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
 
 
 WIDE, HIGH, MARGIN = 8.27, 11.69, 0.5  # A4 in inches
-FIGURE = 2.55
-SIZE, SMALL = 6.6, 5.8  # points, of a table and of a long one
-LONG = 20  # lines
+FIGURE = 2.3
+TEXT, SIZE, SMALL = 7.6, 6.6, 5.8  # points, of a paragraph, of a table, and of a long one
+LONG = 10  # lines
 
 
 def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
@@ -146,11 +151,11 @@ def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
             room(0.07)
             say(b.heading, 10.5, "bold", with_next=0.4 + 0.12 * min(len(b.table), 8) + FIGURE * bool(b.draw))
         if b.text:
-            say(b.text, 8)
+            say(b.text, TEXT)
         if b.table:
             _pdf_table(pages, room, b.table)
         for item in b.items:
-            say(f"\u2022 {item}", 8)
+            say(f"\u2022 {item}", TEXT)
         if b.draw:
             at = room(FIGURE)
             b.draw(pages[-1].add_axes((0.09, (at + 0.72) / HIGH, 0.86, (FIGURE - 0.82) / HIGH)))
@@ -203,7 +208,7 @@ def _pdf_table(pages: list[Any], room: Callable[..., float], table: Sequence[dic
     widths = _columns(plain, (WIDE - 2 * MARGIN) * 72 / size)
     cells = [[_wrapped(text, wide - 1.2, n == 0) for text, wide in zip(line, widths, strict=True)]
              for n, line in enumerate(plain)]  # fmt: skip
-    heights = [max(map(len, line)) * high + 0.025 for line in cells]
+    heights = [max(map(len, line)) * high + 0.02 for line in cells]
     at = room(sum(heights) + 0.07) + sum(heights) + 0.02
     for n, (line, said, height) in enumerate(zip(cells, lines, heights, strict=True)):
         x = MARGIN

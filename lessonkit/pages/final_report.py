@@ -12,10 +12,11 @@ from lessonkit.base.files import REPORTS
 from lessonkit.base.words import later, listed, said, sentences, speaking
 from lessonkit.exercise import progress
 from lessonkit.lesson import Steps, discover, kernels, title
-from lessonkit.measure.rows import Row
+from lessonkit.measure import operator_rows
+from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.measure.yardstick import Streams, streams
-from lessonkit.pages import final, guides, operators, plots, predictions, shares
+from lessonkit.pages import final, guides, operators, plots, predictions, shares, shipped
 from lessonkit.pages.final import Block
 from lessonkit.pages.operators import MARK, Fastest
 from lessonkit.pages.plots import Picture
@@ -50,13 +51,15 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     name = chosen or next((op for op in ("attention", "matmul", "softmax") if op in by), found[0].name)
     story = {c.name: c for c in contests(folder, PYTHON)}.get(name, by[name])
     pairs = [pair for _, lesson, mine in measured(folder) for pair in predictions.compared(lesson, mine)]
-    behind, table = list(_behind(folder)), streams(folder)
+    ships, table = shipped.rows(folder), streams(folder)
+    slower = _slower(folder, ships)
+    behind = _behind(slower)
     share = partial(shares.percent, table=table)
     data = [(row.lesson, row.rung, share(row)) for row in story.rungs]
     every = [_line(c, table, today) for c in found]
     blocks = [
         Block(text=_measured_on(found, table)),
-        Block(heading=said("What was found"), items=tuple(_findings(found, pairs, table))),
+        Block(heading=said("What was found"), items=tuple(_findings(found, pairs, table, ships))),
         Block(
             heading=said("One ladder: {operator} at {shape}, {dtype}").format(
                 operator=said(story.name), shape=story.shape, dtype=story.dtype
@@ -67,14 +70,18 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
         Block(table=tuple(_lessons(story, table, today)), items=tuple(_nothing(story))),
     ]
     if failed := [pair for pair in pairs if pair.off]:
-        worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:4]
+        worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:3]
         blocks.append(Block(heading=said("Predictions that failed most"), table=tuple(map(_failed, worst))))
+    roof = roofline(folder)
+    blocks.append(
+        Block(heading=said("What limits, and tuning"), text=sentences(roof.note if roof else "", _tuning(folder)))
+    )
     blocks.append(Block(heading=said("Where a library is faster, and the next hour"), page=True,
-                        text=sentences(_next(behind, table), shares.briefly([b.row for _, b in behind[:WORST]], table)),
+                        text=sentences(_next(behind, table), *_left_out(slower),
+                                       shares.briefly([b.row for _, b in behind[:WORST]], table)),
                         table=tuple(_loss(*pair, table, today) for pair in behind[:WORST])))  # fmt: skip
-    if roof := roofline(folder):
-        blocks.append(Block(heading=said("What limits"), text=roof.note))
-    blocks.append(Block(heading=said("Tuning: predicted and measured"), text=_tuning(folder)))
+    if ships:
+        blocks.append(Block(heading=said("What ships"), text=sentences(*_ships(ships)), table=tuple(_shipped(ships))))
     blocks.append(
         Block(
             heading=said("Every operator"),
@@ -143,11 +150,16 @@ def _share(row: Row, table: Streams | None) -> str:
     return f"{percent:.{int(abs(percent - NEAR) < 1)}f}%" + f" {shares.BEYOND}" * (round(percent) > 100)
 
 
-def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared], table: Streams | None) -> Iterator[str]:
+def _findings(
+    found: Sequence[Contest],
+    pairs: Sequence[predictions.Compared],
+    table: Streams | None,
+    ships: Sequence[operator_rows.Row],
+) -> Iterator[str]:
     """Three sentences: against libraries, against the machine, against the predictions."""
     raced = sorted((c for c in found if c.best.ratio_to_best_peer), key=lambda c: c.best.ratio_to_best_peer)
     ahead = [c for c in raced if _ratio(c.best) >= 1]
-    lost = [f"{said(c.name)} {_ratio(c.best):.2f}" for c in raced if _ratio(c.best) < EVEN]
+    lost = [f"{said(c.name)} {_ratio(c.best):.2f}{_reached(c, ships)}" for c in raced if _ratio(c.best) < EVEN]
     unjudged = [said(c.name) for c in found if c not in raced]
     top = listed(f"{said(c.name)} {_ratio(c.best):.2f}" for c in reversed(ahead[-3:]))
     words = said(
@@ -175,6 +187,12 @@ def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared], t
             held=len(held), all=len(pairs), tolerance=f"{predictions.TOLERANCE:.0%}", higher=fast,
             lower=len(pairs) - len(held) - fast,
         )  # fmt: skip
+
+
+def _reached(c: Contest, ships: Sequence[operator_rows.Row]) -> str:
+    """What course_ops' operator reaches at the same shape, in brackets."""
+    reached = operators.shipped((lesson for _, lesson, _ in c.lessons), c.best, c.peer, ships)
+    return f" ({said('`course_ops`: {ratio}').format(ratio=f'{reached:.2f}')})" if reached else ""
 
 
 def _story(c: Contest, table: Streams | None) -> str:
@@ -272,17 +290,47 @@ def _failed(pair: predictions.Compared) -> dict[str, str]:
 # ---- Page two: what did not work, and what next ---------------------------------------------------------------------
 
 
-def _behind(folder: Path) -> Iterator[tuple[str, Fastest]]:
-    """Each operator at the shape where a call of its fastest rung loses the most time to the best peer, most first.
+Slower = tuple[str, Fastest, float]  # an operator, a shape of it, and what course_ops reaches there; 0 if unknown
 
-    Of the shapes that the lesson of its fastest rung timed.
+
+def _slower(folder: Path, ships: Sequence[operator_rows.Row]) -> list[Slower]:
+    """The shapes where the best peer is faster than the fastest rung, of those that the rung's lesson timed.
+
+    The one where a call loses the most time comes first.
     """
-    worst = []
-    for ladder in operators.ladders(folder):
-        slower = [best for best in ladder.contested() if 0 < _ratio(best.row) < EVEN]
-        if slower:
-            worst.append((ladder.name, max(slower, key=_lost)))
-    yield from sorted(worst, key=lambda pair: -_lost(pair[1]))
+    found = [
+        (ladder.name, best, ladder.shipped(best, ships))
+        for ladder in operators.ladders(folder)
+        for best in ladder.contested()
+        if 0 < _ratio(best.row) < EVEN
+    ]
+    return sorted(found, key=lambda each: -_lost(each[1]))
+
+
+def _covered(reached: float) -> bool:
+    """Whether what ships is not behind."""
+    return round(reached, 2) >= EVEN
+
+
+def _behind(slower: Sequence[Slower]) -> list[tuple[str, Fastest]]:
+    """Each operator at the first of these shapes at which what ships is behind too, or nothing ships."""
+    worst: dict[str, Fastest] = {}
+    for name, best, reached in slower:
+        if not _covered(reached):
+            worst.setdefault(name, best)
+    return list(worst.items())
+
+
+def _left_out(slower: Sequence[Slower]) -> Iterator[str]:
+    covered = [each for each in slower if _covered(each[2])]
+    if covered:
+        first = {name: reached for name, _, reached in reversed(covered)}
+        yield said(
+            "Left out: {count} shapes where `course_ops` is not behind (at the worst of each: {operators})."
+        ).format(
+            count=len(covered),
+            operators=listed(f"{said(name)} {reached:.2f}" for name, reached in reversed(first.items())),
+        )  # fmt: skip
 
 
 def _lost(best: Fastest) -> float:
@@ -312,14 +360,56 @@ def _next(behind: Sequence[tuple[str, Fastest]], table: Streams | None) -> str:
     left = 100 / _percent(row, table)
     near, far = said("it is near its limit already"), said("the limit leaves {left} times").format(left=f"{left:.2f}")
     return said(
-        "Each operator at the shape where a call loses the most time to a library, of those that the lesson of its "
-        "fastest rung timed. The next hour should go to {operator} at {shape}: {peer} is {times} times as fast, and "
+        "The shape of each operator where a call loses most time to a library, of those that its fastest rung's lesson "
+        "timed. Among lessons, the next hour should go to {operator} at {shape}: {peer} is {times} times as fast, and "
         "{room}. Bound by {what}: try {advice}."
     ).format(
         operator=said(name), shape=row.shape, peer=best.peer.rung if best.peer else said("a peer"),
         times=f"{1 / row.ratio_to_best_peer:.2f}", room=far if left > 100 / NEAR else near, what=said(what),
         advice=said(advice),
     )  # fmt: skip
+
+
+def _ships(ships: Sequence[operator_rows.Row]) -> Iterator[str]:
+    """course_ops beside its peers: how many are nowhere behind. What is stands in the table."""
+    found = [s for s, _ in shipped.summaries(ships) if s.shapes]
+    means = [s.mean for s in found if not s.behind]
+    words = said(
+        "A line for each operator and direction of `course_ops` that is below {even} of its best peer at some shape, "
+        "with the geometric mean over all of its shapes. The other {ahead} of {all} have means of {least} to {most} "
+        "([every line]({page}))."
+    )
+    yield words.format(
+        even=operator_rows.BEHIND, ahead=len(means), all=len(found), least=f"{min(means, default=0):.2f}",
+        most=f"{max(means, default=0):.2f}", page="../../course_ops/README.md#how-fast",
+    )  # fmt: skip
+    judged = [row for row in ships if row.judged and row.ratio < operator_rows.BEHIND]
+    if judged:
+        most = max(judged, key=lambda row: row.ms - row.best_peer_ms)
+        words = said(
+            "Of what ships, the next hour should go to `{operator}` {direction} at {shape}: a call loses {us} us to "
+            "{peer} ({ratio})."
+        )
+        yield words.format(
+            operator=most.operator, direction=most.direction, shape=f"{most.shape} {_short(most.dtype)}",
+            us=f"{1000 * (most.ms - most.best_peer_ms):.0f}", peer=most.best_peer, ratio=f"{most.ratio:.2f}",
+        )  # fmt: skip
+    if further := shipped.further_peers():
+        words = said("Timed beside lessons alone: {peers}.")
+        yield words.format(peers=listed(f"{peer} (`{operator}`)" for operator, peer in further))
+
+
+def _shipped(ships: Sequence[operator_rows.Row]) -> Iterator[dict[str, str]]:
+    """A line for each operator and direction that is behind at some shape."""
+    for s, mark in shipped.summaries(ships):
+        if s.behind:
+            ratio, at, peer = shipped.worst(s)
+            yield {
+                "course_ops.": s.operator, said("direction"): s.direction, said("shapes"): f"{s.shapes}{mark}",
+                said("mean"): f"{s.mean:.2f}", said("worst"): ratio, said("at"): _short(at),
+                said("best peer"): peer, said("below {even}").format(even=operator_rows.BEHIND):
+                f"{s.share_behind:.0%}",
+            }  # fmt: skip
 
 
 def _tuning(folder: Path) -> str:
@@ -350,8 +440,9 @@ def _legend(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table:
     cells = "".join(cell for line in lines for cell in line.values())
     bold = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
     unjudged, old = said(operators.INCOMPLETE) * (operators.UNJUDGED in cells), said(operators.ABOUT) * (MARK in cells)
+    elsewhere = said(operators.FROM_ELSEWHERE) * (ELSEWHERE in cells)
     briefly = shares.briefly([c.best for c in found], table)
-    return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, old)
+    return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, elsewhere, old)
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

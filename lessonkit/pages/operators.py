@@ -4,34 +4,39 @@ Rows of one lesson at one shape come from the same rounds, and only within these
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
 from lessonkit.base.words import later, said, translated
 from lessonkit.lesson import Lesson, shape_name, title
-from lessonkit.measure import yardstick
-from lessonkit.measure.rows import Row
+from lessonkit.measure import operator_rows, yardstick
+from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.measure.yardstick import Streams
 from lessonkit.pages import pivots, plots, results, shares
 from lessonkit.pages.plots import Picture
+from lessonkit.pages.results import Timed
 
 Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
 UNJUDGED = "‡"  # in place of the ratio of an incomplete row
+RATIOS_OF_STEPS = {"over its peers": "best peer, ms"}  # columns of steps' tables that hold ratios -> the peer's
 # What a page of one operator says.
 TITLE = later("{name}: every rung on {device}")
 RATIOS = later(
-    "A ratio above 1 is faster than the best peer. Ratios are of the same rounds; rungs of different lessons were "
-    "timed in different rounds, which differ by a few percent."
+    "A ratio above 1 is faster than the best peer. Ratios are of the same rounds, but for those to a peer with a §. "
+    "Rungs of different lessons were timed in different rounds, which differ by a few percent."
 )
 ABOUT = later("\\* Measured before the code, the inputs or a peer of that row changed; the lesson's page says what.")
 INCOMPLETE = later(
     "‡ Not judged: a peer's version was not recorded, or a peer could not be timed. The row is incomplete and shows no "
     "ratio until it is measured again with all of its peers. The lesson's page names the peer."
+)
+FROM_ELSEWHERE = later(
+    "§ Timed in another lesson's rounds. The card's clock may have differed by a few percent, and so may the ratio."
 )
 FASTEST = later("The fastest rung at each shape")
 SHARES = later("of the limit"), later("of the data sheet")
@@ -49,8 +54,10 @@ LADDER = later("The whole ladder at {shape}, {dtype}")
 EVERY = later("Every rung at every shape")
 UNIT = later("In {unit}.")
 HEADS = {
-    "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over it, all shapes of that lesson"],
-    "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "该课各形状相对最快的对手"],
+    "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over it, all shapes of that lesson",
+           "course_ops over its best peer"],
+    "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "该课各形状相对最快的对手",
+           "course_ops 相对其最快对手"],
 }  # fmt: skip
 MEASURED = {
     "en": "Measured with {}. Other versions are compiled and checked without a GPU, and not timed.",
@@ -66,11 +73,11 @@ MARKED = {
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest rung at one shape, and the fastest peer of the same rounds."""
+    """The fastest rung at one shape, and the fastest peer beside it (results.beside)."""
 
     row: Row
     peer: Row | None
-    rounds: tuple[Row, ...]  # all that was timed with it
+    rounds: tuple[Row, ...]  # all that was timed with it, and that peer
 
     @property
     def ratio(self) -> str:
@@ -82,10 +89,31 @@ def ratio(row: Row, peer: Row | None) -> str:
     return f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else UNJUDGED if peer else ""
 
 
-def incomplete(page: str, language: str = "") -> str:
-    """The footnote of a page that has an incomplete row."""
-    text = translated(INCOMPLETE, language) if language else said(INCOMPLETE)
-    return f"\n{text}\n" if UNJUDGED in page else ""
+def marked(line: Mapping[str, object]) -> dict[str, object]:
+    """A line of a step's table with UNJUDGED where a ratio is missing beside a peer."""
+    return {
+        name: UNJUDGED if value == "" and line.get(RATIOS_OF_STEPS.get(name, "")) else value
+        for name, value in line.items()
+    }
+
+
+def footnotes(page: str, language: str = "") -> str:
+    """Of a page that has an incomplete row, or a peer of other rounds."""
+    notes = [INCOMPLETE] * (UNJUDGED in page) + [FROM_ELSEWHERE] * (ELSEWHERE in page)
+    return "".join(f"\n{translated(note, language) if language else said(note)}\n" for note in notes)
+
+
+def shipped(lessons: Iterable[Lesson], row: Row, peer: Row | None, found: Iterable[operator_rows.Row]) -> float:
+    """The ratio of course_ops' operator to the best peer at a rung's shape; 0 if operators.csv does not say it.
+
+    peer: the best that lessons know there. One that operators.csv lacks counts if it is faster than those it has.
+    """
+    if (ours := operator_rows.of_lessons(lessons, row.shape, row.dtype, found)) is None or not ours.ratio:
+        return 0.0
+    known = operator_rows.peer_times(ours)
+    if peer and peer.ratio_to_best_peer and peer.rung.removesuffix(ELSEWHERE) not in known:
+        return min(ours.ratio, peer.ms_p50 / ours.ms)
+    return ours.ratio
 
 
 @dataclass(frozen=True)
@@ -93,7 +121,10 @@ class Ladder:
     """The lessons of one operator that were measured on one GPU, in the order of the course, with today's rows."""
 
     name: str
-    lessons: tuple[tuple[str, Lesson, tuple[Row, ...]], ...]
+    lessons: tuple[Timed, ...]
+
+    def shipped(self, best: Fastest, found: Iterable[operator_rows.Row]) -> float:
+        return shipped((lesson for _, lesson, _ in self.lessons), best.row, best.peer, found)
 
     def fastest(self) -> list[Fastest]:
         """For each shape and dtype, in the order of the lessons."""
@@ -124,15 +155,15 @@ class Ladder:
 
 def ladders(folder: Path) -> list[Ladder]:
     """Every operator that has rows on this machine, in the order of the course."""
-    grouped: dict[str, list[tuple[str, Lesson, tuple[Row, ...]]]] = {}
+    grouped: dict[str, list[Timed]] = {}
     for name, lesson, found in results.measured(folder):
         order = [rung.__name__ for rung in lesson.rungs] + list(lesson.peers) + ["copy"]
         shapes = [shape_name(shape) for shape in lesson.benches]
         mine = [row for row in found if row.rung in order and row.shape in shapes]
         mine.sort(key=lambda row: (shapes.index(row.shape), order.index(row.rung)))
         if any(row.kind == "rung" for row in mine):
-            grouped.setdefault(results.operator(name), []).append((name, lesson, tuple(mine)))
-    return [Ladder(operator, tuple(lessons)) for operator, lessons in grouped.items()]
+            grouped.setdefault(results.operator(name), []).append((name, lesson, mine))
+    return [Ladder(operator, tuple(results.beside(lessons))) for operator, lessons in grouped.items()]
 
 
 def file_name(operator: str) -> str:
@@ -183,7 +214,7 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
     for name, _, found in ladder.lessons:
         parts.append(f"### [{said(title(name))}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
     page = "\n".join(parts)
-    return page + incomplete(page)
+    return page + footnotes(page)
 
 
 def _fastest(ladder: Ladder, mark: Mark, table: Streams | None) -> str:
@@ -293,12 +324,12 @@ def cards(today: Today) -> str:
         body.append(line)
     about = said(
         "The fastest rung of each operator at one shape: its rate, and the share of that card's own limit. The last "
-        "figure says how many times as fast as the best peer in the same rounds it is. Cards were measured on "
+        "figure says how many times as fast as the best peer it is. Cards were measured on "
         "different machines, with the versions that their pages name. An empty cell was not measured there."
     )
     table = markdown([said("operator"), said("shape"), *(folder.name for folder in folders)], body)
     marked = said("{mark} Measured before the code or the inputs changed.").format(mark=MARK)
-    notes = shares.below(shown) + incomplete(table) + f"\n{marked}\n" * old
+    notes = shares.below(shown) + footnotes(table) + f"\n{marked}\n" * old
     return f"# {said('Every card')}\n\n{about}\n\n{table}{notes}"
 
 
@@ -322,6 +353,7 @@ def overview(language: str, today: Today) -> str:
     parts = []
     for folder in device_folders():
         body, used = [], set[str]()
+        ships = operator_rows.read(folder / operator_rows.FILE)
         for ladder in ladders(folder):
             all_shapes, best, contested = ladder.fastest(), ladder.main(), ladder.contested()
             row, peer = best.row, best.peer
@@ -331,14 +363,16 @@ def overview(language: str, today: Today) -> str:
             link = f"[{ladder.name}](reports/{folder.name}/{file_name(ladder.name)}){old}"
             line = [link, " ".join(results.place(row)), f"`{row.rung}` ({results.language(row.lesson)})", row.rate]
             line += [peer.rung if peer else "", best.ratio]
+            every = best.ratio
             if len(ratios) > 1:
                 words = RANGE if len(ratios) == len(contested) else RANGE_OF
                 ends = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-                line.append(words[language].format(*ends, len(ratios), len(contested)))
-            body.append(line if len(ratios) > 1 else [*line, best.ratio])
+                every = words[language].format(*ends, len(ratios), len(contested))
+            reached = ladder.shipped(best, ships)
+            body.append([*line, every, f"{reached:.2f}" if reached else ""])
         if body:
             marked = f"\n{MARKED[language]}\n" * any(MARK in line[0] for line in body)
             measured = MEASURED[language].format("; ".join(sorted(used)))
             table = markdown(HEADS[language], body)
-            parts.append(f"### {folder.name}\n\n{measured}\n\n{table}{incomplete(table, language)}{marked}")
+            parts.append(f"### {folder.name}\n\n{measured}\n\n{table}{footnotes(table, language)}{marked}")
     return "\n".join(parts) or "No GPU has been measured yet.\n"

@@ -444,11 +444,13 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        cells = [[shares.marked(name, str(cell(value))) for name, value in row.items()] for row in table.rows]
+        cells = [[shares.marked(name, str(cell(value))) for name, value in operators.marked(row).items()]
+                 for row in table.rows]  # fmt: skip
         part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
         part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
+        part += operators.footnotes(" ".join(cell for line in cells for cell in line))
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +13,7 @@ from lessonkit.base import chips
 from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, kernels
 from lessonkit.measure import rows
-from lessonkit.measure.rows import Row
+from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.pages import guides
 
 BOUNDS = (later("launch"), later("latency"), later("compute"), later("memory"))
@@ -78,6 +78,48 @@ def measured(folder: Path) -> Iterator[tuple[str, Lesson, list[Row]]]:
             yield name, lesson, found
 
 
+Timed = tuple[str, Lesson, list[Row]]  # a lesson's name, the lesson, and its rows
+
+
+def beside(lessons: Sequence[Timed]) -> list[Timed]:
+    """The lessons of one operator; at each shape with the fastest peer that any of them timed there.
+
+    A lesson that did not time that peer gets its row, marked by ELSEWHERE, and ratios to it.
+    """
+    peers: dict[tuple[str, str], list[Row]] = {}
+    for _, _, found in lessons:
+        for row in (row for row in found if row.kind == "peer"):
+            peers.setdefault(place(row), []).append(row)
+
+    def faster(mine: Sequence[Row]) -> Row | None:
+        """The peer that is faster than all of these rounds' own, and is none of them."""
+        own = [row for row in mine if row.kind == "peer"]
+        judged = [row for row in peers.get(place(mine[0]), []) if row.ratio_to_best_peer]
+        others = [row for row in judged if row.rung not in {each.rung for each in own}]
+        best = min(others, key=lambda row: row.ms_p50, default=None)
+        return best if best and own and all(best.ms_p50 < row.ms_p50 for row in own) else None
+
+    made = list[Timed]()
+    for name, lesson, found in lessons:
+        rounds: dict[tuple[str, str], list[Row]] = {}
+        for row in found:
+            rounds.setdefault(place(row), []).append(row)
+        all_rows = list[Row]()
+        for mine in rounds.values():
+            if best := faster(mine):
+                all_rows += [replace(row, ratio_to_best_peer=_over(row, best)) for row in mine]
+                all_rows.append(replace(best, rung=best.rung + ELSEWHERE, ratio_to_best_peer=1.0))
+            else:
+                all_rows += mine
+        made.append((name, lesson, all_rows))
+    return made
+
+
+def _over(row: Row, peer: Row) -> float:
+    """A row's ratio to a peer of other rounds; a row that is incomplete stays without one."""
+    return round(peer.ms_p50 / row.ms_p50, 3) if row.ratio_to_best_peer else 0.0
+
+
 def largest(found: Sequence[Row], rung: str) -> Row | None:
     """The rung's row at its largest shape."""
     return max((row for row in found if row.rung == rung), key=lambda row: row.bytes, default=None)
@@ -99,7 +141,7 @@ class Contest:
     name: str
     shape: str
     dtype: str
-    lessons: tuple[tuple[str, Lesson, list[Row]], ...]
+    lessons: tuple[Timed, ...]
 
     @cached_property
     def rungs(self) -> list[Row]:
@@ -111,9 +153,9 @@ class Contest:
 
     @cached_property
     def peer(self) -> Row | None:
-        """The best peer of the fastest rung's own rounds: other rounds had another clock."""
+        """The best peer beside the fastest rung (`beside`)."""
         mine = [r for name, _, found in self.lessons for r in found if name == self.best.lesson]
-        peers = [r for r in mine if (r.shape, r.dtype, r.kind) == (self.best.shape, self.best.dtype, "peer")]
+        peers = [r for r in mine if (*place(r), r.kind) == (*place(self.best), "peer")]
         return min(peers, key=lambda row: row.ms_p50, default=None)
 
     def bars(self, axes: Any, share: Callable[[Row], float] = attrgetter("percent_of_limit")) -> None:
@@ -131,10 +173,12 @@ def contests(folder: Path, languages: Collection[str] = ()) -> list[Contest]:
 
     languages: lessons of these alone; all if empty.
     """
-    grouped = dict[str, list[tuple[str, Lesson, list[Row]]]]()
-    for name, lesson, found in measured(folder):
-        if not languages or language(name) in languages:
-            grouped.setdefault(operator(name), []).append((name, lesson, found))
+    every, grouped = dict[str, list[Timed]](), dict[str, list[Timed]]()
+    for timed in measured(folder):
+        every.setdefault(operator(timed[0]), []).append(timed)
+    for op, lessons in every.items():
+        if mine := [timed for timed in beside(lessons) if not languages or language(timed[0]) in languages]:
+            grouped[op] = mine
     peers = {op for op, lessons in grouped.items() if any(r.kind == "peer" for _, _, found in lessons for r in found)}
     sizes = {op: main_size(lessons) for op, lessons in grouped.items() if op in peers}
     return [Contest(op, *size, tuple(grouped[op])) for op, size in sizes.items() if size]

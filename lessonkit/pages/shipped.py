@@ -1,11 +1,15 @@
 """How fast the operators of course_ops are: from operators.csv, or else from the lessons whose last rungs they ship."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
+from lessonkit.lesson import kernels
 from lessonkit.measure import operator_rows
+from lessonkit.measure.operator_rows import Summary
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.pages import results
+from lessonkit.pages import operators, results
+from lessonkit.pages.operators import MARK, UNJUDGED
 
 # The operators of results.OPERATORS that each function computes, forward first.
 SHIPPED = {
@@ -25,7 +29,6 @@ SHIPPED = {
     "scan": ("scan",),
 }
 LANGUAGES = ("Triton", "Gluon")  # what course_ops' kernels are written in
-MARK = "\\*"
 HEADS = {
     "en": ["course_ops.", "operator", "shape", "ms", "best peer", "its ms", "ratio"],
     "zh": ["course_ops.", "算子", "形状", "ms", "最快的对手", "对手的 ms", "比值"],
@@ -59,6 +62,18 @@ here. The host's time of a call is not in the rows: it is hidden behind a kernel
 短于 20 微秒的形状有记录，但不在这里评判。记录不含主机一侧的调用时间：它藏在耗时更长的 kernel 后面。
 """,
 }
+NO_RATIO = {
+    "en": f"{UNJUDGED} No ratio at so many shapes: no peer takes the shape, or one was not installed, or the operator "
+    "failed. The columns `absent` and `error` of operators.csv say which.",
+    "zh": f"{UNJUDGED} 这么多个形状没有比值：没有对手支持该形状，或有对手未安装，或算子本身出错。operators.csv 的 "
+    "`absent` 和 `error` 两列说明是哪一种。",
+}
+FURTHER = {
+    "en": "Not among the peers of this table: {}. Rungs of lessons were timed beside it, and the operator's page in "
+    "[reports](../reports/README.md) holds the fastest rung against it.",
+    "zh": "本表的对手中没有 {}。课程里有几级与它一起计过时；[reports](../reports/README.md) 中该算子的页面"
+    "给出最快的一级相对它的比值。",
+}
 HEADS_OF_ROWS = {
     "en": [
         "course_ops.",
@@ -85,33 +100,55 @@ def speed(language: str, today: Today) -> str:
     return "\n".join(parts) or "No GPU has been measured yet.\n"
 
 
-def from_rows(folder: Path, language: str) -> str:
-    """Each operator and direction over all of its shapes: geometric mean, the worst shape, what is behind the peers.
+def rows(folder: Path) -> list[operator_rows.Row]:
+    """Of operators.csv, without shapes that are asked no longer: the random ones of the last release."""
+    asked = operator_rows.by_key()
+    return [row for row in operator_rows.read(folder / operator_rows.FILE) if row.key in asked]
 
-    Rows of shapes that are asked no longer, the random ones of the last release, do not count.
-    """
-    asked = operator_rows.cases()
-    keys = {case.key for case in asked}
-    found = [row for row in operator_rows.read(folder / operator_rows.FILE) if row.key in keys]
-    old = {case.key for case in operator_rows.missing(found, asked)} & {row.key for row in found}
+
+def summaries(found: Sequence[operator_rows.Row]) -> list[tuple[Summary, str]]:
+    """Each operator and direction over all of its shapes; with MARK if the code of one of them has changed since."""
+    missing = operator_rows.missing(found, operator_rows.cases())
+    old = {case.key[:2] for case in missing if case.key in {row.key for row in found}}
+    return [(s, f" {MARK}" * ((s.operator, s.direction) in old)) for s in operator_rows.summaries(found)]
+
+
+def from_rows(folder: Path, language: str) -> str:
+    """Each operator and direction: geometric mean, the worst shape, what is behind the peers."""
     body = []
-    for s in operator_rows.summaries(found):
-        is_old = any(key[:2] == (s.operator, s.direction) for key in old)
-        line = [f"`{s.operator}`", s.direction, f"{s.shapes}{f' {MARK}' * is_old}", f"{s.mean:.2f}" if s.shapes else ""]
-        if s.worst:
-            at = f"{s.worst.shape} {s.worst.dtype}" + f", {s.worst.data}" * (s.worst.data != "random")
-            line += [f"{s.worst.ratio:.2f}", at, s.worst.best_peer, f"{s.share_behind:.0%}"]
-        else:
-            line += [""] * 4
-        body.append([*line, str(s.failed or "")])
+    for s, mark in summaries(rows(folder)):
+        line = [f"`{s.operator}`", s.direction, f"{s.shapes}{mark}", f"{s.mean:.2f}" if s.shapes else ""]
+        line += [*worst(s), f"{s.share_behind:.0%}"] if s.worst else [""] * 4
+        body.append([*line, f"{s.failed} {UNJUDGED}" if s.failed else ""])
     if not body:
         return ""
-    return (
-        FROM_ROWS[language].format(device=folder.name)
-        + "\n"
-        + markdown(HEADS_OF_ROWS[language], body)
-        + f"\n{MARKED[language]}\n" * bool(old)
-    )
+    table = markdown(HEADS_OF_ROWS[language], body)
+    further = ", ".join(f"{peer} (`{operator}`)" for operator, peer in further_peers())
+    notes = [
+        FURTHER[language].format(further),
+        *[NO_RATIO[language]] * (UNJUDGED in table),
+        *[MARKED[language]] * (MARK in table),
+    ]
+    return "\n".join([FROM_ROWS[language].format(device=folder.name), table, *(f"{note}\n" for note in notes)])
+
+
+def worst(s: Summary) -> list[str]:
+    """Cells: the ratio at the worst shape, that shape, and its best peer."""
+    if s.worst is None:
+        return [""] * 3
+    at = f"{s.worst.shape} {s.worst.dtype}" + f", {s.worst.data}" * (s.worst.data != "random")
+    return [f"{s.worst.ratio:.2f}", at, s.worst.best_peer]
+
+
+def further_peers() -> list[tuple[str, str]]:
+    """(operator, peer) of each peer that only lessons time: those that Python cannot call."""
+    found = dict[tuple[str, str], None]()
+    for op in operator_rows.operators():
+        for _, lesson in kernels():
+            if operator_rows.is_asked(op, lesson):
+                mine = {**op.problem.peers, **op.peers}
+                found |= dict.fromkeys((op.name, peer) for peer in lesson.peers if peer not in mine)
+    return list(found)
 
 
 def from_lessons(folder: Path, language: str, today: Today) -> str:
@@ -121,16 +158,16 @@ def from_lessons(folder: Path, language: str, today: Today) -> str:
     """
     found = {contest.name: contest for contest in results.contests(folder, LANGUAGES)}
     body = []
-    for function, operators in SHIPPED.items():
-        for contest in (found[name] for name in operators if name in found):
+    for function, names in SHIPPED.items():
+        for contest in (found[name] for name in names if name in found):
             best, peer = contest.best, contest.peer
             if peer is None:
                 continue
             old = f" {MARK}" * bool(today.why_old(best) or today.why_old(peer))
             line = [f"`{function}`", contest.name, f"{contest.shape} {contest.dtype}", f"{best.ms_p50:.4g}{old}"]
-            ratio = f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else ""  # a peer was not there
-            body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", ratio])
+            body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", operators.ratio(best, peer)])
     if not body:
         return ""
     marked = f"\n{MARKED[language]}\n" * any(line[3].endswith(MARK) for line in body)
-    return FROM_LESSONS[language] + "\n" + markdown(HEADS[language], body) + marked
+    table = markdown(HEADS[language], body)
+    return FROM_LESSONS[language] + "\n" + table + operators.footnotes(table, language) + marked

@@ -26,7 +26,7 @@ def of_lesson(lesson: Lesson, name: str, folders: Iterable[Path]) -> dict[str, A
 
 def of_operator(lessons: Sequence[tuple[str, Lesson, Sequence[Row]]], device: str) -> dict[str, Any] | None:
     """The rows of all lessons of an operator on one GPU."""
-    everything = [row for _, _, found in lessons for row in found]
+    everything = [row for _, _, found in lessons for row in found if rows.ELSEWHERE not in row.rung]
     said = [(lesson, found) for _, lesson, found in lessons] if device == rows.MACHINE else []
     return _chart({device: everything}, said)
 
