@@ -116,7 +116,7 @@ LESSON = Lesson(
     about=About(
         teaches="layouts, TMA, mbarriers and their phases, a ring of stages, MMAs in flight, warp specialization, a "
         "persistent kernel",
-        hours=2.75,
+        hours=3,
         star=True,
         operator="matmul",
         language="Gluon",

@@ -283,7 +283,7 @@ def later_keys_have_no_gradient(rung):
 LESSON = Lesson(
     about=About(
         teaches="backward in Gluon: five matmuls and where their operands lie, overlap, TMA reduce, ping-pong, causal",
-        hours=6,
+        hours=6.25,
         operator="attention backward",
         language="Gluon",
         pictures=("five_matmuls", "backward_timeline", "fragment"),

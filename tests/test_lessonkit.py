@@ -82,7 +82,8 @@ def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
         text = "".join(f"{begin.format(name)}old{end.format(name)}" for name in blocks)
         for language in (".md", ".zh-CN.md"):
             (tmp_path / f"{page}{language}").write_text(f"before\n{text}after\n")
-    rows.write_atomically(reports / "some-gpu" / f"{ADD}.csv", rows.to_csv([dataclasses.asdict(a_row())]))
+    path, larger = reports / "some-gpu" / f"{ADD}.csv", a_row(bytes=2, shape="n=1024")
+    rows.write_atomically(path, rows.to_csv(map(dataclasses.asdict, (a_row(), larger))))
     table = lesson.Table("sizes", [{"n": 1, "ms": 2.0}, {"n": 2, "ms": 3.0}], note="larger is slower", x="n", y="ms")
     report.save_table("day2_triton_basics.lesson02_common_errors", table, "some-gpu")
     report.write()
@@ -98,7 +99,7 @@ def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
     assert not report.write(), "a second run changes nothing"
     assert "measured at 1, before a change" in (reports / "some-gpu" / f"{ADD}.md").read_text(), "1 is no fingerprint"
     assert "\\*" in readme
-    rows.write_atomically(reports / "some-gpu" / f"{ADD}.csv", rows.to_csv([dataclasses.asdict(a_row(tb_per_s=2.0))]))
+    rows.write_atomically(path, rows.to_csv(map(dataclasses.asdict, (a_row(tb_per_s=2.0), larger))))
     assert reports / "some-gpu" / f"{ADD}.png" in report.write(), "a plot of other data is stale"
 
 

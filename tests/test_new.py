@@ -30,7 +30,7 @@ def test_a_lesson_is_begun_in_three_places(course):
     lesson, problem, path = new.lesson(NAME, "silu", FIRST, course)
     assert path.read_text() == f'plan = [\n    "{FIRST}",\n    "{NAME}",\n    "last",\n]\n'
     assert "from problems.silu import PROBLEM" in lesson.read_text()
-    assert "lessonkit check lesson18_silu" in lesson.read_text()
+    assert "course.py check lesson18_silu" in lesson.read_text()
     for file in (lesson, problem):
         left = {"FOLDER", "STEM", "WORD", "TITLE"} & set(file.read_text().split())
         assert not left

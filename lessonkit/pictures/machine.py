@@ -95,7 +95,7 @@ def occupancy(c: Canvas, lesson: str) -> None:
 )
 def bytes_in_flight(c: Canvas, lesson: str) -> None:
     path = "day1_pytorch/lesson09_memory_by_measurement.py"
-    bandwidth, latency = stated(path, r"HBM has ([\d.]+) TB/s") * 1e12, stated(path, r"and (\d+) ns") * 1e-9
+    bandwidth, latency = stated(path, r"HBM has ([\d.]+) TB/s") * 1e12, stated(path, r"about (\d+) ns under") * 1e-9
     needed = bandwidth * latency / _CHIP.sms
     threads = _CHIP.warps * _CHIP.warp_size
     scale, top = 200 / (threads * 16), c.y
