@@ -20,12 +20,13 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
       replay of a CUDA graph would have the seed that was there when it was captured: while one is captured, None is an
       error.
 
-    Returns x itself if not training or if p is 0, in any dtype. Otherwise it returns a contiguous tensor of x's shape
-    and dtype. The backward needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
+    Returns x itself if not training or if p is 0, otherwise a contiguous tensor of x's shape and dtype. The backward
+    needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
     Raises TypeError for another dtype, or a p or a seed of another type. Raises ValueError for a p or a seed out of
     range, and RuntimeError without a seed while a CUDA graph is captured.
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
     """
+    expect(x=x)
     expect_number(p=p)
     if not 0 <= p <= 1:
         raise ValueError(f"p is {p!r}, expected a probability from 0 to 1")
@@ -35,7 +36,6 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
         raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2^63 - 1")
     if not training or p == 0:
         return x
-    expect(x=x)
     if seed is None and x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a CUDA graph would repeat one mask: pass seed=..., or capture without dropout")
     # The seed is a tensor, so that a compiled graph gets a new one in each call. PyTorch's default device may be a GPU.
