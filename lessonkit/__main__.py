@@ -94,10 +94,9 @@ def _meant(which: str) -> str:
 
 def _watched(which: str, rung: str) -> str:
     """As _meant, of operators too: course_ops, or course_ops.softmax. A rung that none of these has is a mistake."""
-    package = compiled.COURSE_OPS
-    operators = which.partition(".")[0] == package
+    operators = which.partition(".")[0] == compiled.COURSE_OPS
     which = which if operators else _meant(which)
-    found = operator_cases.lessons("" if which in ("", package) else which)
+    found = operator_cases.lessons(which)
     if operators and not found:
         known = sorted({operator.name for operator in operator_rows.operators()})
         words = said("course_ops has no {wrong}. It has {known}")
@@ -138,10 +137,8 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
 
 def _lessons_and_operators(which: str, failed: list[str]) -> list[tuple[str, Lesson]]:
     """The lessons chosen that have rungs, and the operators: each direction of one as a lesson of one rung."""
-    package = compiled.COURSE_OPS
-    if which.partition(".")[0] == package:
-        return operator_cases.lessons("" if which == package else which)
-    return [*_with_kernels(which, failed), *(operator_cases.lessons() if which == "" else ())]
+    lessons = () if which.partition(".")[0] == compiled.COURSE_OPS else _with_kernels(which, failed)
+    return [*lessons, *operator_cases.lessons(which)]
 
 
 def _not_imported(name: str, lesson: Broken) -> str:
@@ -292,7 +289,8 @@ def run_sanitizers(
         show.console.print(sanitize.lacks(tools[0]))
         return
     failed: list[str] = []
-    _end([*failed, *on_gpu.sanitized(list(_lessons_and_operators(which, failed)), tools, part)])
+    lessons = _lessons_and_operators(which, failed)
+    _end([*failed, *on_gpu.sanitized(lessons, tools, part)])
 
 
 @app.command(name="beside")
@@ -312,7 +310,7 @@ def repeat_beside(
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
-    lessons = list(_lessons_and_operators(which, failed))
+    lessons = _lessons_and_operators(which, failed)
     _end([*failed, *on_gpu.repeated(lessons, seconds, rung)])
 
 

@@ -54,10 +54,10 @@ def sanitized(lessons: Lessons, tools: Sequence[str], part: sanitize.Part) -> li
             show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
             continue
         for name, lesson in lessons:
-            directions = {of.__name__ for of in lesson.rungs if operator_cases.is_operator(name)}
-            if part.rung and directions and part.rung not in directions:
+            direction = lesson.rungs[0].__name__ if operator_cases.is_operator(name) else part.rung
+            if part.rung not in ("", direction):
                 continue
-            this = replace(part, rung=part.rung or "".join(directions))
+            this = replace(part, rung=direction)
             try:
                 found, errors = sanitize.watched(REPORTS / device.name(), name, each, this, known_reports)
             except sanitize.NotUnderstood as error:

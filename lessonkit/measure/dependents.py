@@ -10,7 +10,7 @@ from lessonkit.base.cpp_text import definitions
 from lessonkit.base.files import ROOT
 from lessonkit.base.words import later
 from lessonkit.lesson import kernels
-from lessonkit.measure import fingerprint, operator_rows, rows
+from lessonkit.measure import fingerprint, operator_cases, operator_rows, rows
 from lessonkit.measure.stale import device_folders
 
 ROOMS = ("course_ops", "problems", "workloads", "day*_*", "cuda_src")
@@ -28,7 +28,7 @@ class Dependent:
 
     @property
     def is_operator(self) -> bool:
-        return self.lesson.startswith("course_ops.")
+        return operator_cases.is_operator(self.lesson)
 
 
 def dependents(name: str) -> list[Dependent]:

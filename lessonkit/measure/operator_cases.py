@@ -68,12 +68,12 @@ class Chosen:
 def lessons(which: str = "") -> list[tuple[str, Lesson]]:
     """Each operator and direction as a lesson of one rung, which has the direction's name.
 
-    which: course_ops.softmax, or all.
+    which: course_ops.softmax; course_ops, or nothing: all.
     """
     return [
         (f"{PACKAGE}{op.name}", _as_lesson(op))
         for op in {(op.name, op.direction): op for op in operator_rows.operators() if op.data == "random"}.values()
-        if which in ("", f"{PACKAGE}{op.name}")
+        if which in ("", compiled.COURSE_OPS, f"{PACKAGE}{op.name}")
     ]
 
 
