@@ -42,8 +42,8 @@ def largest_bits(x, SQUARE: tl.constexpr):
 
 @triton.jit
 def scale_of(bits):
-    most = bits.to(tl.float32, bitcast=True)
-    return tl.where(most == 0, 1.0, tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)))
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, 448.0, tl.float32))
+    return tl.where(scale == 0, 1.0, scale)  # of zeros, or of numbers so small that the quotient is one
 
 
 @triton.jit
@@ -146,7 +146,7 @@ WRONG = (
     Mutant("/ 2^9, not / 448", "scale_of", "448.0", "512.0", "quantize"),
     Mutant("the sign kept", "largest_bits", "tl.abs(x)", "x", "quantize"),
     Mutant("groups of another row", "divide_kernel", "rows // GROUP_M * stride_g", "rows // GROUP_M", "quantize_twice"),
-    Mutant("no scale for zeros", "scale_of", "most == 0", "most < 0", "quantize"),
+    Mutant("no scale for zeros", "scale_of", "scale == 0", "scale < 0", "quantize"),
     Mutant("the row's end from the next row", "quantize_kernel", "(ks < K)", "(ks <= K)", "quantize", "out of bounds"),
 )
 # fmt: on

@@ -71,8 +71,12 @@ def little_is_lost(rung):
 
 
 def strange_numbers(rung):
-    """A NaN makes its group NaN; in a group with an infinity the others are 0 and the infinity NaN: as in PyTorch."""
+    """A NaN makes its group NaN; in a group with an infinity the others are 0 and the infinity NaN: as in PyTorch.
+
+    A group of numbers below 3.2e-43 has a scale of 1: their quotient by 448 is 0.
+    """
     x, scheme = inputs(4, 300)
+    x[1] = 1e-44
     x[0, 5], x[2, 200], x[3, 299] = math.nan, math.inf, -math.inf
     (q, scale), (q2, scale2) = rung(x, scheme), reference(x, scheme)
     torch.testing.assert_close(scale, scale2, rtol=0, atol=0, equal_nan=True)

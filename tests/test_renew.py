@@ -127,7 +127,7 @@ def test_sanitizers_end_when_their_time_does_and_too_long_is_no_failure(monkeypa
     monkeypatch.setattr(renew.Watch, "run", takes)
     said = []
     watches = [renew.Watch("a", str(i), renew.Part()) for i in range(9)]
-    assert renew.watch(watches, Path(), 100.0, said.append) == []
+    assert renew.watch(watches, Path(), 100.0, 1, said.append) == []
     assert ran == [(str(i), 25.0) for i in range(4)]
     assert all(line.endswith("not to its end") for line in said)
 

@@ -1,9 +1,9 @@
 """Measure again, on this machine's GPU, what is no longer of today's code, as far as the minutes reach.
 
 That is what `stale` lists: rows and tables of lessons, verdicts on mutants, rows of operators. A fifth of the time that
-is left goes to sanitizers and neighbours that have not been run on today's code, the cheapest first. The rest goes to
-random cases. First everything is called by many processes at once, and not timed: a shape costs a second to time and up
-to a minute to compile. Then one thing after the other is timed, with nothing beside it.
+is left goes to sanitizers and neighbours that have not been run on today's code, many at a time, the cheapest first.
+The rest goes to random cases. First everything is called by many processes at once, and not timed: a shape costs a
+second to time and up to a minute to compile. Then one thing after the other is timed, with nothing beside it.
 
 A process of its own does each thing, this module as a script, since a kernel may hang or break the CUDA context. What
 is measured is kept at once, so a run that was stopped loses what it was at.
@@ -11,7 +11,7 @@ is measured is kept at once, so a run that was stopped loses what it was at.
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -108,18 +108,25 @@ def unwatched() -> list[Watch]:
     return [Watch(cell.name, cell.tool, part) for cell in found for part in cell.again]
 
 
-def watch(wanted: Iterable[Watch], folder: Path, seconds: float, say: Callable[[str], None]) -> list[str]:
-    """Run them in order until the seconds are over; what failed, in a line each. Too long is no failure here."""
-    start, failed = time.monotonic(), list[str]()
-    for each in wanted:
+def watch(
+    wanted: Sequence[Watch], folder: Path, seconds: float, workers: int, say: Callable[[str], None]
+) -> list[str]:  # fmt: skip
+    """Run them, so many at a time, until the seconds are over; what failed, in a line each. Too long is no failure."""
+    end, failed = time.monotonic() + seconds, list[str]()
+
+    def one(each: Watch) -> None:
         began = time.monotonic()
-        limit = min(start + seconds - began, seconds * ONE)
+        limit = min(end - began, seconds * ONE)
         if limit < 1:
-            break
+            return
         faults = each.run(folder, limit)
         took = time.monotonic() - began
         say(f"{each}: {took:.0f} s" + ", not to its end" * (took >= limit))
-        failed += faults if took < limit else []
+        failed.extend(faults if took < limit else [])
+
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(one, each) for each in wanted]:
+            done.result()
     return failed
 
 
@@ -140,7 +147,7 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     if timed < len(cases):
         failed.append(f"{len(cases) - timed} shapes of operators: no time was left")
     if (seconds := end - time.monotonic()) > 0:
-        failed += watch(unwatched(), REPORTS / device.name(), seconds * WATCHED, say)
+        failed += watch(unwatched(), REPORTS / device.name(), seconds * WATCHED, workers, say)
     if (seconds := end - time.monotonic()) > 0:
         failures = fuzz_bursts.run([], ["gpu"], CASES, seconds, workers, say)
         failed += [f"{each.case['operator']}: {each.fault}" for each in failures]
