@@ -13,6 +13,7 @@ import course_ops
 from course_ops import _common, testing
 from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_paged as kernels
+from course_ops.kernels import attention_tiles as tiles
 from problems import attention_paged as problem
 
 pytestmark = pytest.mark.kept
@@ -259,8 +260,18 @@ def test_steps_fit_the_shared_memory_of_every_chip(monkeypatch, memory, dtype, D
     monkeypatch.setattr(_common, "shared_memory", lambda at: memory)
     q, size = torch.empty(1, 64, 16, D, dtype=dtype, device="meta"), dtype.itemsize
     rows, block_n = decode.most_rows(q), min(128, decode.TILE_BYTES // (D * size))
-    ahead = decode.steps_ahead(q, rows, block_n, 2 * block_n * D)
+    ahead = decode.steps_ahead(q, rows, block_n, D, D)
     assert 16 <= rows <= decode.MAX_ROWS
     assert 1 <= ahead <= decode.AHEAD
     of_q = 0 if memory == 64 * 1024 else rows * D * size  # AMD's compiler keeps it in registers
     assert of_q + (2 * ahead * block_n * D + rows * block_n) * size <= memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_narrow_values_beside_wide_keys_get_wide_tiles(dtype):
+    """In 16 bits both tiles of a step lie in one layout, whatever the widths: see tile_widths."""
+    k, narrow, wide = (torch.empty(1, 1, 8, D, dtype=dtype, device="meta") for D in (40, 17, 200))
+    assert tiles.tile_widths(k, k) == (64, 64)
+    assert tiles.tile_widths(narrow, narrow) == (32, 32)
+    assert tiles.tile_widths(k, narrow) == ((64, 64) if dtype == torch.bfloat16 else (64, 32))
+    assert tiles.tile_widths(narrow, wide) == ((64, 256) if dtype == torch.bfloat16 else (32, 256))

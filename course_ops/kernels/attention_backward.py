@@ -25,7 +25,7 @@ from course_ops.kernels.attention_tiles import (
     score_scales,
     store_tile,
     tile_descriptors,
-    tile_width,
+    tile_widths,
     visible,
 )
 from course_ops.kernels.sequences import Sequences, find_tile, grid_tiles, skip_rows
@@ -214,11 +214,12 @@ def attention_backward(
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     block_m, block_n, warps, stages = keys_tile_shape(q, v)
     tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
-    block_d, block_v, group = tile_width(D), tile_width(D_v), H // H_kv
+    (block_d, block_v), group = tile_widths(k, v), H // H_kv
+    tiles_of = (block_m, block_d), (block_n, block_d), (block_n, block_v), (block_m, block_v)
     at_once = min(B * H_kv, heads_in_l2(group * S_q * (block_d + block_v) * q.element_size(), q.device))
     B, tiles, cu_q, cu_k = grid_tiles(B, S_k, block_n, sequences)
     dkdv_kernel[(H_kv * tiles,)](
-        *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dk, dv, lse, delta,
+        *tile_descriptors((q, k, v, dout), tiles_of, tma), dk, dv, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
         scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, group, at_once, cu_q, cu_k,
         causal, window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
@@ -230,18 +231,19 @@ def attention_backward(
 def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap, sequences):
     """dq as q, and delta [B, H, S_q] in fp32."""
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
-    dq, delta, block_d, block_v = empty_like(q), empty_like(lse), tile_width(D), tile_width(D_v)
+    dq, delta, (block_d, block_v) = empty_like(q), empty_like(lse), tile_widths(k, v)
     if not dq.numel():
         return dq, delta
     delta_kernel[(B * H * triton.cdiv(S_q, 32),)](
         out, dout, delta, out.stride(), dout.stride(), H, S_q, D_v, 32, block_v
     )  # fmt: skip
     block_m, block_n, warps, stages = queries_tile_shape(q, v)
+    tiles_of = (block_m, block_d), (block_n, block_d), (block_n, block_v), (block_m, block_v)
     tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
     at_once = min(B * H, H // H_kv * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
     B, tiles, cu_q, cu_k = grid_tiles(B, S_q, block_m, sequences)
     dq_kernel[(H * tiles,)](
-        *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
+        *tile_descriptors((q, k, v, dout), tiles_of, tma), dq, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
         scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, H // H_kv, at_once, cu_q, cu_k,
         causal, window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),

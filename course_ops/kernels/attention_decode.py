@@ -35,6 +35,7 @@ from course_ops.kernels.attention_tiles import (
     score_scales,
     tile_descriptors,
     tile_width,
+    tile_widths,
 )
 
 MAX_ROWS = 64  # query heads of a K head, times queries
@@ -182,7 +183,7 @@ def attention_decode(
     o, lse = empty_results(q, D_v)
     if not o.numel():
         return o, lse
-    used, block_d, block_v = triton.next_power_of_2(group * S_q), tile_width(D), tile_width(D_v)
+    used, (block_d, block_v) = triton.next_power_of_2(group * S_q), tile_widths(k, v)
     owners = B * H // group
     # One program an SM, with steps of 128 keys, has as many bytes in flight as two with 64, and half as many parts. But
     # at the end of an owner it has none in flight, so where programs have several owners there are two.
@@ -195,11 +196,11 @@ def attention_decode(
     tma = q.element_size() == 2 and architecture(q.device) >= 90 and tma_takes(k, v)
     early = starts_early(q.device)
     decode_kernel[(programs,)](
-        q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
+        q, *tile_descriptors((k, v), ((block_n, block_d), (block_n, block_v)), tma), o, lse, lengths, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), H, S_q, S_k, D,
         None if D_v == D else D_v, group, owners, blocks, share, causal, lengths is not None, tma, early, group,
         max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4,
-        num_stages=1 + steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v)),
+        num_stages=1 + steps_ahead(q, max(16, used), block_n, block_d, block_v),
     )  # fmt: skip
     if share % blocks:
         most = min(blocks // share + 2, blocks, 16384 // block_v)
@@ -216,10 +217,10 @@ def most_rows(q: Tensor) -> int:
     return MAX_ROWS if roomy(q.device) else min(MAX_ROWS, fitting)
 
 
-def steps_ahead(q: Tensor, rows: int, block_n: int, elements: int) -> int:
-    """Steps of so many elements of K and V that fit beside Q's tile and its probabilities, AHEAD at most."""
-    beside = rows * (tile_width(q.shape[-1]) + block_n)
-    return fitting_stages(AHEAD, elements * q.element_size(), q.device, beside * q.element_size())
+def steps_ahead(q: Tensor, rows: int, block_n: int, block_d: int, block_v: int) -> int:
+    """Steps of K and V that fit beside Q's tile and its probabilities, AHEAD at most."""
+    step, beside = block_n * (block_d + block_v), rows * (block_d + block_n)
+    return fitting_stages(AHEAD, step * q.element_size(), q.device, beside * q.element_size())
 
 
 def share_of(owners: int, blocks: int, programs: int) -> int:

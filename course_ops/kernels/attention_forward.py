@@ -21,7 +21,7 @@ from course_ops.kernels.attention_tiles import (
     score_scales,
     store_tile,
     tile_descriptors,
-    tile_width,
+    tile_widths,
     visible,
 )
 from course_ops.kernels.sequences import Sequences, find_tile, grid_tiles, skip_rows
@@ -103,11 +103,12 @@ def attention_forward(
         return o, lse
     tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, o)
     block_m, block_n, warps, stages = tile_shape(q, v)
-    block_d, block_v, group = tile_width(D), tile_width(D_v), H // H_kv
+    (block_d, block_v), group = tile_widths(k, v), H // H_kv
+    tiles_of = (block_m, block_d), (block_n, block_d), (block_n, block_v), (block_m, block_v)
     at_once = min(B * H, group * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
     B, tiles, cu_q, cu_k = grid_tiles(B, S_q, block_m, sequences)
     attention_kernel[(H * tiles,)](
-        *tile_descriptors((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
+        *tile_descriptors((q, k, v, o), tiles_of, tma), lse,
         q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), window or 0,
         B, H, S_q, S_k, D, D_v, group, at_once, cu_q, cu_k, causal, window is not None,
         tma, block_m, block_n, block_d, block_v, fp32_precision(), num_warps=warps, num_stages=stages,

@@ -45,7 +45,7 @@ from course_ops.kernels.attention_tiles import (
     capped,
     online_softmax,
     score_scales,
-    tile_width,
+    tile_widths,
 )
 
 PROGRAMS_PER_SM = 2  # one loads while the other begins or ends an owner
@@ -278,12 +278,12 @@ def attention_paged(
         return o, lse
     group = H // H_kv
     used = min(most_rows(q), triton.next_power_of_2(group * S_q))
-    tiles, block_d, block_v = triton.cdiv(group * S_q, used), tile_width(D), tile_width(D_v)
+    tiles, (block_d, block_v) = triton.cdiv(group * S_q, used), tile_widths(k, v)
     owners, sms = B * H_kv * tiles, num_sms(q.device)
     # A step's K and V fill at most three tiles: two, or three where one of them has rows twice as wide as the other.
     most_keys = 3 * TILE_BYTES // ((block_d + block_v) * q.element_size())
     block_n = min(128, triton.next_power_of_2(most_keys + 1) // 2)
-    ahead = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v))
+    ahead = steps_ahead(q, max(16, used), block_n, block_d, block_v)
     # A step's keys lie in one page, or in a few whole ones; where neither size divides the other, each has its own.
     pages = 1 if page % block_n == 0 else block_n // page if block_n % page == 0 else block_n
     capacity = page if table is None else page * table.shape[1] if num_pages else 0

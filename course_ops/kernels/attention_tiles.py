@@ -16,17 +16,29 @@ LN2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-def tile_descriptors(tensors, rows, tma):
-    """Descriptors of [B, H, S, D] tensors for tiles of so many rows each if tma, else the tensors."""
+def tile_descriptors(tensors, tiles, tma):
+    """Descriptors of [B, H, S, D] tensors for tiles of so many (rows, columns) each if tma, else the tensors."""
     if not tma:
         return tensors
-    blocks = ([1, 1, n, tile_width(t.shape[-1])] for t, n in zip(tensors, rows, strict=True))
-    return [TensorDescriptor.from_tensor(t, block) for t, block in zip(tensors, blocks, strict=True)]
+    return [TensorDescriptor.from_tensor(t, [1, 1, *tile]) for t, tile in zip(tensors, tiles, strict=True)]
 
 
 def tile_width(D: int) -> int:
     """Columns of a tile that holds rows of D: a power of two, and at least 16 for tensor cores."""
     return max(16, triton.next_power_of_2(D))
+
+
+def tile_widths(k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Columns of a tile of K and of a tile of V. In 16 bits unequal ones are 64 or more: rows of 128 bytes or more.
+
+    wgmma reads narrower rows in another layout of shared memory. Loads that are not asynchronous put both tiles at one
+    place, one after the other. If the layouts differ, ptxas 12.8 loses V's address: it reads a register that nothing
+    has written.
+    """
+    widths = tile_width(k.shape[-1]), tile_width(v.shape[-1])
+    if widths[0] == widths[1] or k.element_size() > 2:
+        return widths
+    return max(64, widths[0]), max(64, widths[1])
 
 
 def heads_in_l2(bytes_per_head: int, device: torch.device) -> int:

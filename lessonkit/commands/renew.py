@@ -2,8 +2,9 @@
 
 That is what `stale` lists: rows and tables of lessons, verdicts on mutants, rows of operators. A fifth of the time that
 is left goes to sanitizers and neighbours that have not been run on today's code, many at a time, the cheapest first.
-The rest goes to random cases. First everything is called by many processes at once, and not timed: a shape costs a
-second to time and up to a minute to compile. Then one thing after the other is timed, with nothing beside it.
+The rest goes to random cases. Mutants come first, since what is called after them fills the GPU's memory. Then all that
+will be timed is called by many processes at once: a shape costs a second to time and up to a minute to compile. Then
+one thing after the other is timed, with nothing beside it.
 
 A process of its own does each thing, this module as a script, since a kernel may hang or break the CUDA context. What
 is measured is kept at once, so a run that was stopped loses what it was at.
@@ -137,15 +138,19 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     cases = operator_rows.missing(operator_rows.read(path), operator_rows.cases())
     say(f"to be measured: of lessons {len(tasks)}, shapes of operators {len(cases)}")
     failed: list[str] = []
+    judged, timed = [task for task in tasks if not task.timed], [task for task in tasks if task.timed]
+    until = time.monotonic() + 60 * minutes * AHEAD
+    failed += [why for why in _at_once(judged, "judge", workers, until, say) if why]
     with operator_bench.Processes(max(1, workers // 2), minutes) as processes:
-        failed += _ahead(tasks, lambda: processes.ahead(cases), workers, time.monotonic() + 60 * minutes * AHEAD, say)
-        for task in tasks:
-            if task.timed and (why := _done(task, "time", end, say)):
-                failed.append(why)
+        with ThreadPoolExecutor(1) as beside:
+            compiled = beside.submit(processes.ahead, cases)
+            _at_once(timed, "ahead", workers, until, say)
+            compiled.result()
+        failed += [why for task in timed if (why := _done(task, "time", end, say))]
         left = (end - time.monotonic()) / 60
-        timed = operator_bench.run(cases, processes.timed, path, left, say=say) if left > 0 else 0
-    if timed < len(cases):
-        failed.append(f"{len(cases) - timed} shapes of operators: no time was left")
+        done = operator_bench.run(cases, processes.timed, path, left, say=say) if left > 0 else 0
+    if done < len(cases):
+        failed.append(f"{len(cases) - done} shapes of operators: no time was left")
     if (seconds := end - time.monotonic()) > 0:
         failed += watch(unwatched(), REPORTS / device.name(), seconds * WATCHED, workers, say)
     if (seconds := end - time.monotonic()) > 0:
@@ -154,15 +159,10 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     return failed
 
 
-def _ahead(
-    tasks: Iterable[Task], operators: Callable[[], None], workers: int, until: float, say: Callable[[str], None]
-) -> list[str]:
-    """Do all at once, so that kernels are compiled. Mutants alone are judged for good, so only their failures count."""
+def _at_once(tasks: Iterable[Task], how: str, workers: int, until: float, say: Callable[[str], None]) -> list[str]:
+    """Do so many at a time; of each why it failed, or an empty string."""
     with ThreadPoolExecutor(workers) as pool:
-        compiled = pool.submit(operators)
-        found = [(task, pool.submit(_done, task, "ahead", until, say)) for task in tasks]
-        compiled.result()
-        return [why for task, done in found if (why := done.result()) and not task.timed]
+        return list(pool.map(lambda task: _done(task, how, until, say), tasks))
 
 
 def _done(task: Task, how: str, until: float, say: Callable[[str], None]) -> str:
