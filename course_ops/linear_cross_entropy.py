@@ -41,10 +41,11 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     x: [..., K] in float32, float16 or bfloat16. The matmuls are in its dtype, or in autocast's under torch.autocast.
     weight: [V, K] in x's dtype or float32. targets: [...] int64; a target that is no class gives NaN. Returns a scalar
     in float32.
-    The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Their gradient is
-    known up to a factor as soon as the loss is. So the forward makes dx and dW at once if a gradient is wanted, and
-    keeps them. The backward multiplies them by that factor in float32. dW is added up in float32. They are
-    kept up to 256 times as large as the mean's, so that small ones do not become 0 in float16.
+    The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Up to 2 K rows are
+    one part where a gradient is wanted: their logits take no more memory than a sum of dW in float32, which parts need.
+    The logits' gradient is known up to a factor as soon as the loss is. So the forward makes dx and dW at once if a
+    gradient is wanted, and keeps them. The backward multiplies them by that factor in float32. They are kept up to 256
+    times as large as the mean's, so that small ones do not become 0 in float16.
     TypeError for another dtype, ValueError for another shape.
     Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
     """
@@ -73,7 +74,7 @@ def _linear_cross_entropy(
 
     dx is as x, dw as weight; both are empty without `gradients`. rows is a scalar, and loss too.
     """
-    parts = max(1, -(-len(x) * len(weight) // CHUNK))
+    parts = _parts(x, weight, gradients)
     w, count = weight.to(x.dtype), (targets != ignore_index).sum()
     rows = count.float().clamp(1, ROWS)  # dx and dW are of `rows` times the mean
     each = (rows / count).expand(len(x)).contiguous()  # d (rows * mean) / d a row's loss
@@ -93,9 +94,20 @@ def _linear_cross_entropy(
             else:
                 torch.mm(left_operand(dlogits), w, out=dx1)
                 product = left_operand(dlogits.t()) @ x1
-            dw = product.float() if dw is None else dw.add_(product)
+            if dw is None:
+                dw = product.float() if parts > 1 else product
+            else:
+                dw += product
         logits = dlogits = None  # or the next part's would be made beside this one's
     return loss / count, dx, weight.new_empty(0) if dw is None else dw.to(weight.dtype), rows
+
+
+def _parts(x: Tensor, weight: Tensor, gradients: bool) -> int:
+    """Of the rows. One, if the logits take no more bytes than float32's sum of dW, which several parts need."""
+    logits = len(x) * len(weight)
+    if gradients and logits * x.element_size() <= 4 * weight.numel():
+        return 1
+    return max(1, -(-logits // CHUNK))
 
 
 # Neither TMA nor cuBLAS's fast kernels write rows that begin anywhere, as those of 50257 elements do. So the logits'

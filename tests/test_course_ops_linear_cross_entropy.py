@@ -38,7 +38,7 @@ def usual(x, weight, targets, ignore_index=-100):
     ("dtype", "stream"), [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)]
 )
 def test_loss_and_gradients(mode, rows, dtype, stream, monkeypatch):
-    monkeypatch.setattr(import_module("course_ops.linear_cross_entropy"), "CHUNK", rows * 131)
+    monkeypatch.setattr(import_module("course_ops.linear_cross_entropy"), "_parts", lambda *given: -(-6 // rows))
     x, weight, targets = inputs(dtype, stream)
     with mode():
         loss = course_ops.linear_cross_entropy(x, weight, targets)
@@ -50,6 +50,22 @@ def test_loss_and_gradients(mode, rows, dtype, stream, monkeypatch):
     torch.testing.assert_close(loss.double(), expected, rtol=rtol, atol=atol)
     for ours, exact in zip(found, torch.autograd.grad(3 * expected, (x, weight)), strict=True):
         torch.testing.assert_close(ours, exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("M", "V", "K", "dtype", "gradients", "parts"),
+    [
+        (8192, 128256, 4096, torch.bfloat16, True, 1),  # logits of 2.1 GB; dW in float32 has as many bytes
+        (8193, 128256, 4096, torch.bfloat16, True, 2),
+        (8192, 128256, 4096, torch.float32, True, 2),
+        (8192, 128256, 4096, torch.bfloat16, False, 2),
+        (32768, 50257, 768, torch.bfloat16, True, 4),
+        (0, 131, 8, torch.float32, True, 1),
+    ],
+)
+def test_how_many_parts_the_rows_are_made_into(M, V, K, dtype, gradients, parts):
+    x, weight = (torch.empty(n, K, dtype=dtype, device="meta") for n in (M, V))
+    assert import_module("course_ops.linear_cross_entropy")._parts(x, weight, gradients) == parts
 
 
 @both
