@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -149,7 +150,7 @@ def test_a_refusal_names_an_argument(monkeypatch):
 
 
 def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch):
-    ready = "print('ready', flush=True); "
+    ready = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2); print('ready', flush=True); "
     dies = "import os, sys; sys.stdin.readline(); print('Illegal instruction', file=sys.stderr, flush=True); os.abort()"
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
     answers = 'print(\'["right", ""]\', flush=True); input()'
@@ -166,6 +167,43 @@ def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch
             outcome = worker.ask(SOFTMAX)
             assert outcome.kind == kind
             assert said in outcome.said
+
+
+def answers_after(monkeypatch, doing, seconds):
+    """Processes that spend so many seconds in a function of that name, in a thread as a backward is."""
+    code = f"""
+import faulthandler, signal, sys, threading, time
+def {doing}(): time.sleep({seconds})
+faulthandler.register(signal.SIGUSR2)
+print("ready", flush=True)
+for line in sys.stdin:
+    thread = threading.Thread(target={doing}); thread.start(); thread.join()
+    print('["right", ""]', flush=True)
+"""
+    popen = fuzzing.subprocess.Popen
+    monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", code], **more))
+
+
+@pytest.mark.parametrize(
+    ("doing", "seconds", "said"),
+    [("_do_compile", 4, ""), ("_do_compile", 60, "slow"), ("launch", 60, "hang"), ("launch", 0, "")],
+)
+def test_a_process_that_compiles_does_not_hang(monkeypatch, doing, seconds, said):
+    """It is waited for beyond its patience, up to a limit of its own."""
+    answers_after(monkeypatch, doing, seconds)
+    with fuzzing.Worker("cpu", patience=1, compiling=8) as worker:
+        outcome = worker.ask(SOFTMAX)
+    assert outcome.kind == ("crash" if said else "right")
+    assert outcome.said.startswith(said)
+
+
+def test_the_process_that_runs_cases_says_where_it_is():
+    """And goes on."""
+    with fuzzing.Worker("cpu") as worker:
+        assert worker.ask(SOFTMAX).well
+        assert not worker._compiles()
+        assert b"most recent call first" in os.pread(worker._errors.fileno(), 2**16, 0)
+        assert worker.ask(SOFTMAX).well
 
 
 @needs_hypothesis

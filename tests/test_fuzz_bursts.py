@@ -208,7 +208,8 @@ class Judge:
 def run(tmp_path, monkeypatch, code, cases=40, judge=Judge):
     """A run of one operator by processes that execute this code instead of bursts.main."""
     popen = fuzzing.subprocess.Popen
-    start = "import json, os, sys, time; print('ready', flush=True)\nfor line in sys.stdin:\n  job = json.loads(line)\n"
+    start = "import faulthandler, json, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR2)\n"
+    start += "print('ready', flush=True)\nfor line in sys.stdin:\n  job = json.loads(line)\n"
     monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", start + code], **more))
     todo, said = [fuzzing.begun("softmax", "forward", "cpu")], []
     it = fuzz_bursts.Run(
@@ -255,6 +256,12 @@ def test_cases_under_way_in_a_process_that_dies_are_asked_one_by_one(tmp_path, m
     assert why in said[0]
     assert "right by itself" in said[0]
     assert fuzzing.found(tmp_path / "f.jsonl") == found
+
+
+def test_a_burst_that_compiles_beyond_its_patience_is_no_crash(tmp_path, monkeypatch):
+    code = "  def _do_compile():\n    time.sleep(5)\n  _do_compile()\n"
+    found, count, _ = run(tmp_path, monkeypatch, code + JUDGED + END, cases=12)
+    assert (found, count.cases, count.crashes) == ([], 12, 0)
 
 
 def test_a_failure_is_shrunk_kept_once_and_can_be_replayed(tmp_path, monkeypatch):

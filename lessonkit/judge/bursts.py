@@ -263,6 +263,7 @@ def digest(value: Any) -> str:
 
 def main(mode: str) -> None:
     """Say READY, then run a burst for each line of standard input."""
+    fuzz.say_where()
     for name in ("course_ops.testing", "problems.fuzz", "problems.operators"):
         import_module(name)
     with check.poisoned_empty():  # the first time PyTorch imports its compiler's settings, which takes seconds

@@ -8,9 +8,12 @@ tensor, no result left unwritten, no input changed. A call that no operator take
 (PyTorch computes), `interpreted`, `gpu`.
 """
 
+import faulthandler
 import json
 import math
+import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -38,6 +41,7 @@ SMALLER = (2.0**-4, 2.0**-8, 2.0**-12)  # upstream gradients, where PyTorch over
 POOL = 2**22 + 9001  # random numbers that tensors take theirs from
 
 READY = "ready"
+WHERE = signal.SIGUSR2  # a process that runs cases answers it with its stacks, on stderr; LLVM takes SIGUSR1
 
 Spec = dict[str, Any]  # of a tensor
 Case = dict[str, Any]
@@ -538,8 +542,14 @@ def _refusal(call: Call) -> Outcome:
     return Outcome("wrong", f"refusal: {case['spoilt']} is spoilt, and the call was answered")
 
 
+def say_where() -> None:
+    """From now on this process answers WHERE, also while its stderr is redirected."""
+    faulthandler.register(WHERE, os.fdopen(os.dup(2), "w"))
+
+
 def main(mode: str) -> None:
     """Say READY, then answer each line of standard input."""
+    say_where()
     for name in ("course_ops.testing", "problems.fuzz", "problems.operators"):
         import_module(name)
     print(READY, flush=True)

@@ -22,12 +22,11 @@ from lessonkit.judge import bursts
 from lessonkit.judge.bursts import Drawing, Job
 from lessonkit.judge.fuzz import Case, Outcome
 from lessonkit.measure import fuzzing
-from lessonkit.measure.fuzzing import COUNTS, FOUND, Count, Found, Worker
+from lessonkit.measure.fuzzing import COUNTS, FOUND, Count, Found, Stuck, Worker
 
 BURST = 1000  # cases of one operator and direction before a process takes the next
 LEAST = 2 * bursts.GROUP  # as long as so many are left
 BURST_S = 25.0  # seconds of one burst at most
-PATIENCE = 120.0  # seconds for one case, while all processes compile
 CASE_S = 0.1  # seconds of a process for a case of an operator and direction that never ran
 STAYS = 2.0  # a process leaves an operator that it has kernels of for one that misses more than twice as much
 SAVING_S = 10.0  # seconds between two writes of a count
@@ -41,7 +40,7 @@ class BurstWorker(Worker):
 
     module = bursts.__name__
 
-    def __init__(self, mode: str, patience: float = PATIENCE) -> None:
+    def __init__(self, mode: str, patience: float = fuzzing.PATIENCE) -> None:
         super().__init__(mode, patience)
         self._read = b""  # and not yet handed on
 
@@ -52,7 +51,6 @@ class BurstWorker(Worker):
         """What the process says of a burst, to its end; at last {"died": why} if it did not come to that."""
         process = self.started()
         assert process.stdin is not None
-        line: bytes | None = b""
         try:
             process.stdin.write(json.dumps(asdict(job)) + "\n")
             process.stdin.flush()
@@ -63,21 +61,23 @@ class BurstWorker(Worker):
                 yield said
         except BrokenPipeError:
             pass
-        why = f"hang: no answer in {self.patience:g} s" if line is None else f"the process ended with {process.wait()}"
-        last = self._last_words()
+        except Stuck as stuck:
+            self.stop()
+            yield {"died": str(stuck)}
+            return
+        why = f"the process ended with {process.wait()}: {self._last_words()}"
         self.stop()
-        yield {"died": f"{why}: {last}"}
+        yield {"died": why}
 
-    def _line(self) -> bytes | None:
-        """The next line; empty if the process has ended, None if it says nothing in time.
+    def _line(self) -> bytes:
+        """The next line; empty if the process has ended. Stuck if it says nothing in time.
 
         Not by readline: where that has read ahead, nobody could see that there is a line.
         """
         assert self._process is not None
         assert self._process.stdout is not None
         while b"\n" not in self._read:
-            if not self._says_something(self.patience):
-                return None
+            self._wait()
             if not (more := os.read(self._process.stdout.fileno(), 2**16)):
                 return b""
             self._read += more

@@ -1,11 +1,13 @@
 """A run of the fuzzer: hypothesis draws cases, a process of its own runs them, failures shrink, counts are added up.
 
-The process may die or hang: then the case that it was asked counts as a crash, and another process goes on. A failure
-is written to tests/fuzz/found.jsonl, which the tests replay. Counts go to reports/fuzz.csv, where a later run goes on
-as long as the operator's code is the same.
+The process may die or hang: then the case that it was asked counts as a crash, and another process goes on. While it
+compiles it does not hang: that may take minutes where many processes do. A failure is written to
+tests/fuzz/found.jsonl, which the tests replay. Counts go to reports/fuzz.csv, where a later run goes on as long as the
+operator's code is the same.
 """
 
 import json
+import os
 import re
 import selectors
 import subprocess
@@ -33,9 +35,16 @@ from lessonkit.measure import operator_rows, rows
 FOUND = ROOT / "tests" / "fuzz" / "found.jsonl"
 COUNTS = REPORTS / "fuzz.csv"
 _commit = cache(rows.this_commit)  # asked for each operator, direction and mode
-PATIENCE = 60.0  # seconds for one case, with the kernels that it compiles
+PATIENCE = 120.0  # seconds for one case, without those in which it compiles
+COMPILING = 900.0  # seconds for one case, with those
+LOOKS = 4  # at what the process does, in the time of its patience
+COMPILER = re.compile(rb"/triton/compiler/|_do_compile")  # in the stacks of a process that compiles
 STARTING = 600.0  # seconds for a process to import PyTorch and Triton
 TURN = 100  # cases of one operator and direction before the next ones' turn
+
+
+class Stuck(Exception):
+    """The process does not answer in time."""
 
 
 class Worker:
@@ -43,8 +52,8 @@ class Worker:
 
     module = fuzz.__name__
 
-    def __init__(self, mode: str, patience: float = PATIENCE) -> None:
-        self.mode, self.patience = mode, patience
+    def __init__(self, mode: str, patience: float = PATIENCE, compiling: float = COMPILING) -> None:
+        self.mode, self.patience, self.compiling = mode, patience, compiling
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[str] | None = None
 
@@ -56,12 +65,13 @@ class Worker:
         try:
             process.stdin.write(json.dumps(case) + "\n")
             process.stdin.flush()
-            if not self._says_something(self.patience):
-                self.stop()
-                return Outcome("crash", f"hang: no answer in {self.patience:g} s")
+            self._wait()
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        except Stuck as stuck:
+            self.stop()
+            return Outcome("crash", str(stuck))
         if line:
             outcome = Outcome(*json.loads(line))
             if outcome.kind == "crash" and self.mode == "gpu":
@@ -94,6 +104,30 @@ class Worker:
         with selectors.DefaultSelector() as ready:
             ready.register(self._process.stdout, selectors.EVENT_READ)
             return bool(ready.select(seconds))
+
+    def _wait(self) -> None:
+        """Until there is a line to be read, or the process has ended. Stuck if it hangs, or compiles for too long."""
+        start, idle = time.monotonic(), 0
+        while not self._says_something(self.patience / LOOKS):
+            idle = 0 if self._compiles() else idle + 1
+            if idle >= LOOKS:
+                raise Stuck(f"hang: no answer in {time.monotonic() - start:.0f} s, and no kernel is being compiled")
+            if time.monotonic() - start > self.compiling:
+                raise Stuck(f"slow: kernels are being compiled for {self.compiling:g} s")
+
+    def _compiles(self) -> bool:
+        """Whether the process is inside Triton's compiler now, by its stacks."""
+        assert self._process is not None
+        assert self._errors is not None
+        file = self._errors.fileno()
+        before = os.fstat(file).st_size
+        self._process.send_signal(fuzz.WHERE)
+        for _ in range(10):
+            time.sleep(0.1)
+            # Not by read: the process writes where its file stands, which is this one.
+            if COMPILER.search(os.pread(file, 2**20, before)):
+                return True
+        return False
 
     def _last_words(self) -> str:
         if self._errors is None:
