@@ -98,12 +98,14 @@ def dq_kernel(
     lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
     delta = tl.load(delta_ptr + head + rows, mask=rows < S_q, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for part in tl.static_range(3):  # the window's edge, the blocks without masks, the diagonal and the tail
-        if part > 0 or WINDOW:
+    # The window's edge, the blocks without masks, the diagonal and the tail; of FMAs one loop over all, with masks.
+    SCALAR: tl.constexpr = dq_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee"
+    for part in tl.static_range(1 if SCALAR else 3):
+        if part > 0 or WINDOW or SCALAR:
             dq = add_keys(
                 dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, b, h // GROUP, rows,
-                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2, cap_scale,
-                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+                edges[part], tl.minimum(edges[3 if SCALAR else part + 1], edges[3]), S_k, D, D_v, offset, window,
+                scale_log2, cap_scale, CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
     store_tile(dq_ptr, dq * scale, dq_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, False)
 
@@ -184,14 +186,16 @@ def dkdv_kernel(
     v_tile = load_tile(v, v_strides, b, h_kv, key, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    # The diagonal, the blocks without masks, the window's edge; of FMAs one loop over all, with masks.
+    SCALAR: tl.constexpr = dk_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee"
     for h in range(h_kv * GROUP, h_kv * GROUP + GROUP):  # heads that share K and V, one after the other
-        for part in tl.static_range(3):  # the diagonal, the blocks without masks, the window's edge
-            if part == 1 or (part == 0 and CAUSAL) or (part == 2 and WINDOW):
+        for part in tl.static_range(1 if SCALAR else 3):
+            if part == 1 or (part == 0 and CAUSAL) or (part == 2 and WINDOW) or SCALAR:
                 dk, dv = add_queries(
                     dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, line,
                     keys,
-                    edges[part], tl.minimum(edges[part + 1], edges[3]), S_q, S_k, D, D_v, offset, window,
-                    scale_log2, cap_scale, CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, BLOCK_V, PRECISION,
+                    edges[part], tl.minimum(edges[3 if SCALAR else part + 1], edges[3]), S_q, S_k, D, D_v, offset,
+                    window, scale_log2, cap_scale, CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, BLOCK_V, PRECISION,
                 )  # fmt: skip
     store_tile(dk_ptr, dk * scale, dk_strides, b, h_kv, key, S_k, D, BLOCK_N, BLOCK_D, False)
     store_tile(dv_ptr, dv, dv_strides, b, h_kv, key, S_k, D_v, BLOCK_N, BLOCK_V, False)
@@ -213,7 +217,7 @@ def attention_backward(
         return dq, dk.zero_(), dv.zero_()
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     block_m, block_n, warps, stages = keys_tile_shape(q, v)
-    tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
+    tma = sequences is None and not scalar(q) and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
     (block_d, block_v), group = tile_widths(k, v), H // H_kv
     tiles_of = (block_m, block_d), (block_n, block_d), (block_n, block_v), (block_m, block_v)
     at_once = min(B * H_kv, heads_in_l2(group * S_q * (block_d + block_v) * q.element_size(), q.device))
@@ -239,7 +243,7 @@ def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap, sequences)
     )  # fmt: skip
     block_m, block_n, warps, stages = queries_tile_shape(q, v)
     tiles_of = (block_m, block_d), (block_n, block_d), (block_n, block_v), (block_m, block_v)
-    tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
+    tma = sequences is None and not scalar(q) and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
     at_once = min(B * H, H // H_kv * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
     B, tiles, cu_q, cu_k = grid_tiles(B, S_q, block_m, sequences)
     dq_kernel[(H * tiles,)](
@@ -252,9 +256,24 @@ def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap, sequences)
     return dq, delta
 
 
+# Queries, keys, warps and stages of tiles that FMAs multiply.
+SMALL, SMALLEST = (32, 32, 8, 1), (16, 16, 4, 1)
+
+
+def scalar(q: Tensor) -> bool:
+    """Whether FMAs compute, not tensor cores. A thread unrolls a tile's products: small tiles keep them in registers.
+
+    Larger ones, three loops in place of one, or operands by TMA cost kilobytes of local memory a thread, and up to half
+    a minute of compiling.
+    """
+    return q.element_size() == 4 and fp32_precision() == "ieee"
+
+
 def queries_tile_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """dq_kernel's queries, keys, warps and stages: dq and two tiles of scores in registers, the rest shared."""
     large, D = roomy(q.device), max(q.shape[-1], v.shape[-1])
+    if scalar(q):
+        return SMALL if large or D <= 128 else SMALLEST
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
     if D > 128:
@@ -265,6 +284,8 @@ def queries_tile_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
 def keys_tile_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """dkdv_kernel's queries, keys, warps and stages: dk, dv and two tiles of scores fill the registers."""
     large, D = roomy(q.device), max(q.shape[-1], v.shape[-1])
+    if scalar(q):
+        return SMALL if large or D <= 128 else SMALLEST
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
     if D > 128 and shared_memory(q.device) < 2**17:
