@@ -70,6 +70,12 @@ def layer_norm(dtype):
     return tensors | {"bias": spec(64, dtype=dtype)}, options
 
 
+def equal_values(dtype):
+    """The variance is 0, and rstd 1e6."""
+    x = spec(96, 64, dtype=dtype, layout="expanded columns")
+    return {"x": x, "weight": spec(64, dtype=dtype), "bias": spec(64, dtype=dtype)}, {"eps": 1e-12}
+
+
 def matmul(dtype):
     return {"a": spec(64, 128, dtype=dtype), "b": spec(128, 48, dtype=dtype)}, {}
 
@@ -129,6 +135,8 @@ FAULTS = {  # name: (operator, its call, direction, dtypes, the fault)
     "a cached key less": ("attention_paged", paged, "forward", "both", a_cached_key_less),
     "dw 2% off": ("layer_norm", layer_norm, "backward", "float32", lost("weight", 0, 0, 64, 0.02)),
     "dbias of a column": ("layer_norm", layer_norm, "backward", "both", lost("bias", 0, 63, 64)),
+    "dx of a column, equal values": ("layer_norm", equal_values, "backward", "float32", lost("x", 1, 63, 64)),
+    "dx of a row, equal values": ("layer_norm", equal_values, "backward", "float32", lost("x", 0, 95, 96)),
     "dx of a row": ("rms_norm", norm, "backward", "both", lost("x", 0, 95, 96)),
     "dw 1% off": ("rms_norm", norm, "backward", "float32", lost("weight", 0, 0, 64, 0.01)),
     "a term less": ("matmul", matmul, "forward", "both", a_term_less),

@@ -31,6 +31,7 @@ import torch
 MANY = 8  # one sample's largest movement, so many times, is more than any element's root mean square
 PART = 2**27  # elements compared at a time
 finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
+BETWEEN = 1.01  # what several known errors change, and a hundredth for one between two of them
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
 
@@ -60,7 +61,8 @@ class Truth:
                     for other in self.beside:  # as far as this, and not FACTOR times as far
                         pairs = zip(other(*args), self.exact, strict=True)
                         apart = [(o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs]
-                        found = tuple(m.maximum(a / FACTOR[torch.float32]) for m, a in zip(found, apart, strict=True))
+                        share = BETWEEN / FACTOR[torch.float32]
+                        found = tuple(m.maximum(a * share) for m, a in zip(found, apart, strict=True))
             except torch.OutOfMemoryError:
                 found = None
             self._moves[samples] = found

@@ -79,7 +79,8 @@ class Question:
     keeps       the gradient is a function of the operator's own first result, which is judged by itself: the reference
                 takes `kept`, that result, or None before there is one
     beside      the reference with a rounding error as large as it gets: an answer may be off by what that changes. For
-                errors whose effect is not proportional to them, as that of a mean on a variance of about 0
+                errors whose effect is not proportional to them, as that of a mean on a variance of about 0; also with
+                smaller errors, where the largest is not the one that changes most
     """
 
     draw: Callable[[Draw], Drawn]
