@@ -230,6 +230,38 @@ def test_a_gradient_that_is_rounded_before_the_upstream_is_not_exactly_zero():
         torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-10)
 
 
+def test_the_gradient_of_an_fp32_weight_is_a_matmul_in_16_bits():
+    """The logits' gradient of class 116 is -1 in all nine rows, and 9 x 4.125 lies between two numbers of bf16."""
+    call, given = found("linear_cross_entropy", 1)
+    x, w, targets = (t.detach() for t in given[:3])
+    assert x.dtype == torch.bfloat16
+    assert w.dtype == torch.float32
+    assert (targets == 116).all()
+    p = torch.softmax((x @ w.bfloat16().t()).float(), -1)[:, 116]
+    dlogits = (p - 1).bfloat16()
+    assert (dlogits == -1).all()
+    sums = (dlogits.double()[:, None] * x.double()).sum(0)
+    assert sums[0] == -37.125
+    assert sums[0].bfloat16() == -37
+    truth = call.truth(given)
+    dw = truth.usual[2].clone()
+    dw[116] = sums.bfloat16().float() * (given[3] / 9)
+    assert dw[116, 0].item() == pytest.approx(0.00166878011, rel=1e-6)  # on the H200; exactly 0.00167439666
+    answer = (*truth.usual[:2], dw)
+    check.compare(truth, answer)
+    # PyTorch rounds 1 / 9 up, the sum of nine down, and is right by luck.
+    assert ((truth.usual[2][116] / truth.exact[2][116] - 1).abs() < 1e-4).all()
+    off = 0.00166878011 - 0.00167439666
+    refused(truth, with_fault(answer, 2, (116, 0), 2 * off))
+    refused(truth, with_fault(answer, 2, (3, 0), off))  # of a class that no row has
+    refused(truth, (*answer[:2], 0.99 * dw))
+    # Of an x in fp32 nothing is rounded to 16 bits.
+    tensors = call.case["tensors"]
+    call, given = of_case(call.case | {"tensors": tensors | {"x": tensors["x"] | {"dtype": "float32"}}})
+    truth = call.truth(given)
+    refused(truth, with_fault(truth.usual, 2, (116, 0), off))
+
+
 def test_a_mean_in_fp32_moves_what_is_nearly_the_mean():
     """Half of the row adds up to 240,000, where fp32 values are 1/64 apart, and the other half takes that away."""
     call, given = found("layer_norm", 1)

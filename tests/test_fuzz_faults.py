@@ -76,6 +76,11 @@ def equal_values(dtype):
     return {"x": x, "weight": spec(64, dtype=dtype), "bias": spec(64, dtype=dtype)}, {"eps": 1e-12}
 
 
+def last_layer(dtype):
+    targets = spec(48, dtype="int64", below=100, some=[], values="classes")
+    return {"x": spec(48, 32, dtype=dtype), "weight": spec(100, 32, scale=0.3), "targets": targets}, {"ignore_index": 5}
+
+
 def matmul(dtype):
     return {"a": spec(64, 128, dtype=dtype), "b": spec(128, 48, dtype=dtype)}, {}
 
@@ -144,6 +149,8 @@ FAULTS = {  # name: (operator, its call, direction, dtypes, the fault)
     "db of a tile": ("matmul", matmul, "backward", "both", lost("b", 0, 0, 16)),
     "a class less": ("cross_entropy", cross_entropy, "forward", "both", a_class_less),
     "loss 1e-3 off": ("cross_entropy", cross_entropy, "forward", "both", lambda f, g: f(**g) + 1e-3),
+    "dw of a tile, fp32 weight": ("linear_cross_entropy", last_layer, "backward", "both", lost("weight", 0, 0, 16)),
+    "dx of a tile, fp32 weight": ("linear_cross_entropy", last_layer, "backward", "both", lost("x", 0, 32, 48)),
     "dx 5% off": ("cross_entropy", cross_entropy, "backward", "both", lost("logits", 0, 0, 48, 0.05)),
 }
 ASKED = [(name, dtype) for name, (*_, which, _) in FAULTS.items()

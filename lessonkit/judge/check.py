@@ -46,6 +46,7 @@ class Truth:
     asked: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference; without it there is no absolute floor
     beside: tuple[Callable[..., Sequence[torch.Tensor]], ...] = ()  # it too, with a rounding error as large as it gets
     operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
+    rounded: tuple[torch.dtype | None, ...] = ()  # by result: the dtype of 16 bits that it was rounded to on its way
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -63,6 +64,10 @@ class Truth:
                         apart = [(o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs]
                         share = BETWEEN / FACTOR[torch.float32]
                         found = tuple(m.maximum(a * share) for m, a in zip(found, apart, strict=True))
+                    for move, exact, dtype in zip(found, self.exact, self.rounded, strict=False):
+                        if dtype is not None:  # by half of the last place, and not by a multiple of that
+                            half = torch.finfo(dtype).eps / 2
+                            move += exact.abs().nan_to_num(0.0, 0.0) * (half / FACTOR[torch.float32] / self.factor)
             except torch.OutOfMemoryError:
                 found = None
             self._moves[samples] = found
