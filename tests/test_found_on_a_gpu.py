@@ -35,7 +35,11 @@ def found(operator, nth=0, **options):
     cases = [
         f.case for f in fuzzing.found() if f.mode == "gpu" and f.case["operator"] == operator and "noise" in f.case
     ]
-    call = fuzz.Call(cases[nth] | {"options": cases[nth]["options"] | options}, "cpu")
+    return of_case(cases[nth] | {"options": cases[nth]["options"] | options})
+
+
+def of_case(case):
+    call = fuzz.Call(case, "cpu")
     if not call.wanted:
         return call, call.args
     wanted, call.wanted = call.wanted, ()
@@ -226,6 +230,38 @@ def test_a_gradient_that_is_rounded_before_the_upstream_is_not_exactly_zero():
         torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-10)
 
 
+def test_the_gradient_of_an_fp32_weight_is_a_matmul_in_16_bits():
+    """The logits' gradient of class 116 is -1 in all nine rows, and 9 x 4.125 lies between two numbers of bf16."""
+    call, given = found("linear_cross_entropy", 1)
+    x, w, targets = (t.detach() for t in given[:3])
+    assert x.dtype == torch.bfloat16
+    assert w.dtype == torch.float32
+    assert (targets == 116).all()
+    p = torch.softmax((x @ w.bfloat16().t()).float(), -1)[:, 116]
+    dlogits = (p - 1).bfloat16()
+    assert (dlogits == -1).all()
+    sums = (dlogits.double()[:, None] * x.double()).sum(0)
+    assert sums[0] == -37.125
+    assert sums[0].bfloat16() == -37
+    truth = call.truth(given)
+    dw = truth.usual[2].clone()
+    dw[116] = sums.bfloat16().float() * (given[3] / 9)
+    assert dw[116, 0].item() == pytest.approx(0.00166878011, rel=1e-6)  # on the H200; exactly 0.00167439666
+    answer = (*truth.usual[:2], dw)
+    check.compare(truth, answer)
+    # PyTorch rounds 1 / 9 up, the sum of nine down, and is right by luck.
+    assert ((truth.usual[2][116] / truth.exact[2][116] - 1).abs() < 1e-4).all()
+    off = 0.00166878011 - 0.00167439666
+    refused(truth, with_fault(answer, 2, (116, 0), 2 * off))
+    refused(truth, with_fault(answer, 2, (3, 0), off))  # of a class that no row has
+    refused(truth, (*answer[:2], 0.99 * dw))
+    # Of an x in fp32 nothing is rounded to 16 bits.
+    tensors = call.case["tensors"]
+    call, given = of_case(call.case | {"tensors": tensors | {"x": tensors["x"] | {"dtype": "float32"}}})
+    truth = call.truth(given)
+    refused(truth, with_fault(truth.usual, 2, (116, 0), off))
+
+
 def test_a_mean_in_fp32_moves_what_is_nearly_the_mean():
     """Half of the row adds up to 240,000, where fp32 values are 1/64 apart, and the other half takes that away."""
     call, given = found("layer_norm", 1)
@@ -269,6 +305,63 @@ def test_the_mean_of_equal_values_may_be_their_neighbour():
     truth = call.truth(given)
     check.compare(truth, truth.usual)
     refused(truth, with_fault(truth.usual, 1, (1, 0), truth.usual[1][1, 0].item() * (1537384.75 / 1536809.73 - 1)))
+
+
+def of_equal_values(call, given, off):
+    """What a kernel answers in fp32 to a row of equal values, from a mean that is `off` of them."""
+    tensors = {name: t.detach() for name, t in zip(call.names, given, strict=False)}
+    x, w, bias, dy = tensors["x"], tensors["weight"], tensors.get("bias"), given[-1]
+    centred = x - (x + off)
+    rstd = torch.rsqrt(centred.square().mean() + call.case["options"]["eps"])
+    x_hat, g = centred * rstd, dy * w
+    y = x_hat * w if bias is None else x_hat * w + bias
+    return (y, rstd * (g - x_hat * (g * x_hat).mean() - g.mean()), dy * x_hat, *(() if bias is None else (dy,)))
+
+
+def of_exact_means(truth):
+    """PyTorch's answers on the H200. On a CPU its mean of equal values is off, too."""
+    return replace(truth, usual=tuple(e.to(u.dtype) for e, u in zip(truth.exact, truth.usual, strict=True)))
+
+
+def test_a_mean_that_is_less_far_off_may_change_more():
+    """In column 501 what the mean does to rstd and to the rest of dx cancels where it is six places off, not at one."""
+    call, given = found("layer_norm", 3)
+    place = 2.0**-23
+    assert (given[0] == given[0][0]).all()
+    assert 1 < given[0][0] < 2
+    answer = of_equal_values(call, given, place)
+    assert answer[1][501].item() == pytest.approx(25327.1973, rel=1e-6)  # on the H200; exactly 25261.1646
+    truth = of_exact_means(call.truth(given))
+    for off in range(-6, 7):  # ten roundings of 2^-24 of 1.2466 at most
+        check.compare(truth, of_equal_values(call, given, off * place))
+    for off in (-7, 7):
+        refused(truth, of_equal_values(call, given, off * place))
+    refused(truth, with_fault(answer, 1, 501, 500.0))
+    # With another eps the mean's error is nothing beside it.
+    call, given = found("layer_norm", 3, eps=1e-5)
+    truth = of_exact_means(call.truth(given))
+    answer = of_equal_values(call, given, place)
+    check.compare(truth, answer)
+    refused(truth, with_fault(answer, 1, 501, answer[1][501].item() * (25327.1973 / 25261.1646 - 1)))
+
+
+def test_the_mean_that_changes_most_is_two_eps_off():
+    """dy w is g everywhere: dx is 0, and with a mean that is d off -g d^2 / (d^2 + eps)^1.5, up to -0.385 g / 1e-6."""
+    (case,) = (f.case for f in fuzzing.found() if f.mode == "interpreted" and f.case["tensors"]["x"]["shape"] == [2048])
+    call, given = of_case(case)
+    place, g = 2.0**-21, given[1][0].item()
+    assert 4 < given[0][0] < 8
+    most = g * 2 / 3**1.5 / 1e-6
+    truth = call.truth(given)
+    for off in range(-6, 7):
+        answer = of_equal_values(call, given, off * place)
+        check.compare(truth, answer)
+        assert answer[1].abs().max() <= most * (1 + 1e-6)
+    worst = of_equal_values(call, given, 3 * place)
+    assert worst[1][0].item() == pytest.approx(-232834.985, rel=1e-6)  # of the operator on a CPU
+    assert truth.moved()[1].max() * 16 == pytest.approx(most, rel=0.01)
+    for fault in (worst[1] * 1.02, worst[1] - most):
+        refused(truth, (worst[0], fault, worst[2]))
 
 
 def test_the_mean_of_two_million_values_moves_their_gradient():

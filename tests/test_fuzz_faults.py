@@ -70,6 +70,17 @@ def layer_norm(dtype):
     return tensors | {"bias": spec(64, dtype=dtype)}, options
 
 
+def equal_values(dtype):
+    """The variance is 0, and rstd 1e6."""
+    x = spec(96, 64, dtype=dtype, layout="expanded columns")
+    return {"x": x, "weight": spec(64, dtype=dtype), "bias": spec(64, dtype=dtype)}, {"eps": 1e-12}
+
+
+def last_layer(dtype):
+    targets = spec(48, dtype="int64", below=100, some=[], values="classes")
+    return {"x": spec(48, 32, dtype=dtype), "weight": spec(100, 32, scale=0.3), "targets": targets}, {"ignore_index": 5}
+
+
 def matmul(dtype):
     return {"a": spec(64, 128, dtype=dtype), "b": spec(128, 48, dtype=dtype)}, {}
 
@@ -129,6 +140,8 @@ FAULTS = {  # name: (operator, its call, direction, dtypes, the fault)
     "a cached key less": ("attention_paged", paged, "forward", "both", a_cached_key_less),
     "dw 2% off": ("layer_norm", layer_norm, "backward", "float32", lost("weight", 0, 0, 64, 0.02)),
     "dbias of a column": ("layer_norm", layer_norm, "backward", "both", lost("bias", 0, 63, 64)),
+    "dx of a column, equal values": ("layer_norm", equal_values, "backward", "float32", lost("x", 1, 63, 64)),
+    "dx of a row, equal values": ("layer_norm", equal_values, "backward", "float32", lost("x", 0, 95, 96)),
     "dx of a row": ("rms_norm", norm, "backward", "both", lost("x", 0, 95, 96)),
     "dw 1% off": ("rms_norm", norm, "backward", "float32", lost("weight", 0, 0, 64, 0.01)),
     "a term less": ("matmul", matmul, "forward", "both", a_term_less),
@@ -136,6 +149,8 @@ FAULTS = {  # name: (operator, its call, direction, dtypes, the fault)
     "db of a tile": ("matmul", matmul, "backward", "both", lost("b", 0, 0, 16)),
     "a class less": ("cross_entropy", cross_entropy, "forward", "both", a_class_less),
     "loss 1e-3 off": ("cross_entropy", cross_entropy, "forward", "both", lambda f, g: f(**g) + 1e-3),
+    "dw of a tile, fp32 weight": ("linear_cross_entropy", last_layer, "backward", "both", lost("weight", 0, 0, 16)),
+    "dx of a tile, fp32 weight": ("linear_cross_entropy", last_layer, "backward", "both", lost("x", 0, 32, 48)),
     "dx 5% off": ("cross_entropy", cross_entropy, "backward", "both", lost("logits", 0, 0, 48, 0.05)),
 }
 ASKED = [(name, dtype) for name, (*_, which, _) in FAULTS.items()

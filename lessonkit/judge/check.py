@@ -31,6 +31,7 @@ import torch
 MANY = 8  # one sample's largest movement, so many times, is more than any element's root mean square
 PART = 2**27  # elements compared at a time
 finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
+BETWEEN = 1.01  # what several known errors change, and a hundredth for one between two of them
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
 
@@ -45,6 +46,7 @@ class Truth:
     asked: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference; without it there is no absolute floor
     beside: tuple[Callable[..., Sequence[torch.Tensor]], ...] = ()  # it too, with a rounding error as large as it gets
     operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
+    rounded: tuple[torch.dtype | None, ...] = ()  # by result: the dtype of 16 bits that it was rounded to on its way
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -60,7 +62,12 @@ class Truth:
                     for other in self.beside:  # as far as this, and not FACTOR times as far
                         pairs = zip(other(*args), self.exact, strict=True)
                         apart = [(o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs]
-                        found = tuple(m.maximum(a / FACTOR[torch.float32]) for m, a in zip(found, apart, strict=True))
+                        share = BETWEEN / FACTOR[torch.float32]
+                        found = tuple(m.maximum(a * share) for m, a in zip(found, apart, strict=True))
+                    for move, exact, dtype in zip(found, self.exact, self.rounded, strict=False):
+                        if dtype is not None:  # by half of the last place, and not by a multiple of that
+                            half = torch.finfo(dtype).eps / 2
+                            move += exact.abs().nan_to_num(0.0, 0.0) * (half / FACTOR[torch.float32] / self.factor)
             except torch.OutOfMemoryError:
                 found = None
             self._moves[samples] = found

@@ -83,7 +83,10 @@ class Question:
     keeps       the gradient is a function of the operator's own first result, which is judged by itself: the reference
                 takes `kept`, that result, or None before there is one
     beside      the reference with a rounding error as large as it gets: an answer may be off by what that changes. For
-                errors whose effect is not proportional to them, as that of a mean on a variance of about 0
+                errors whose effect is not proportional to them, as that of a mean on a variance of about 0; also with
+                smaller errors, where the largest is not the one that changes most
+    multiplied  the tensor in whose dtype all matmuls of the gradients are, where the others may be wider. A gradient
+                that is wider is rounded to it on its way
     """
 
     draw: Callable[[Draw], Drawn]
@@ -93,6 +96,7 @@ class Question:
     factor: float = 1
     keeps: bool = False
     beside: tuple[Callable[..., Any], ...] = ()
+    multiplied: str = ""
 
 
 @cache
@@ -384,7 +388,7 @@ class Call:
         self.wanted = case["wanted"] if backward else ()
         self.factor, self.reference = question.factor, question.reference
         self.keeps = question.keeps and bool(self.wanted)
-        self.beside = question.beside
+        self.beside, self.multiplied = question.beside, question.multiplied
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A gradient for each result, given by the case; none in a forward."""
@@ -420,10 +424,15 @@ class Call:
         """answer: the operator's, for a reference whose gradients follow from what the operator has kept."""
         asked = _Asked(lambda *args: self._referred(answer, args), self.factor)
         truth = check.judge(asked, given)  # type: ignore[arg-type]
-        dtypes = {t.dtype for t in self.args if t.is_floating_point()}
+        matmuls = (self.tensors[self.multiplied],) if self.multiplied else self.args
+        dtypes = {t.dtype for t in matmuls if t.is_floating_point()}
         narrow = self.wanted and len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}
+        operands = dtypes.pop() if narrow else None
+        wider = [t.is_floating_point() and t.itemsize > 2 for t in truth.usual]
+        first = len(wider) - len(self.wanted)  # of the gradients
+        rounded = tuple(operands if w and i >= first else None for i, w in enumerate(wider)) if self.multiplied else ()
         beside = tuple(partial(self._of, f) for f in self.beside)
-        return replace(truth, beside=beside, operands=dtypes.pop() if narrow else None)
+        return replace(truth, beside=beside, operands=operands, rounded=rounded)
 
     def _of(self, f: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, ...]:
         return self.of(f, given)
