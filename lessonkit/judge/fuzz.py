@@ -80,8 +80,8 @@ class Question:
     gradients   the tensors that the operator is differentiable in; none: there is no backward to ask for
     forward     the function asked forwards, where another one than the differentiable says more
     factor      the problem's, or a wider one for a stated reason
-    keeps       the gradient is a function of the operator's own first result, which is judged by itself: the reference
-                takes `kept`, that result, or None before there is one
+    keeps       the gradient is a function of the operator's own result of that index, which is judged by itself: the
+                reference takes `kept`, that result, or None before there is one
     beside      the reference with a rounding error as large as it gets: an answer may be off by what that changes. For
                 errors whose effect is not proportional to them, as that of a mean on a variance of about 0; also with
                 smaller errors, where the largest is not the one that changes most
@@ -94,7 +94,7 @@ class Question:
     gradients: tuple[str, ...] = ()
     forward: str = ""
     factor: float = 1
-    keeps: bool = False
+    keeps: int | None = None
     beside: tuple[Callable[..., Any], ...] = ()
     multiplied: str = ""
 
@@ -387,7 +387,7 @@ class Call:
         self.args = tuple(self.tensors[name] for name in self.names)
         self.wanted = case["wanted"] if backward else ()
         self.factor, self.reference = question.factor, question.reference
-        self.keeps = question.keeps and bool(self.wanted)
+        self.keeps = question.keeps if self.wanted else None
         self.beside, self.multiplied = question.beside, question.multiplied
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -438,8 +438,9 @@ class Call:
         return self.of(f, given)
 
     def _referred(self, answer: Sequence[torch.Tensor], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        kept = self.keeps and len(answer) > 0
-        return self.of(partial(self.reference, kept=answer[0]) if kept else self.reference, given)
+        if self.keeps is None or not answer:
+            return self.of(self.reference, given)
+        return self.of(partial(self.reference, kept=answer[self.keeps]), given)
 
     def without_overflow(self, truth: check.Truth, answer: Sequence[torch.Tensor]) -> check.Truth:
         """The truth, with PyTorch's gradients by a smaller upstream, scaled up, where they overflow on their way.
@@ -493,7 +494,7 @@ def run(case: Case, mode: str) -> Outcome:
     try:
         with call.inside():
             answer, _ = check.answer(call.answer, args)
-        if call.keeps and (answer[0].shape, answer[0].dtype) == (truth.usual[0].shape, truth.usual[0].dtype):
+        if call.keeps is not None and _alike(answer[call.keeps], truth.usual[call.keeps]):
             truth = call.truth(args, answer)
         check.compare(_forgiving(call.without_overflow(truth, answer), answer), answer)
     except Rejected as rejected:
@@ -503,6 +504,10 @@ def run(case: Case, mode: str) -> Outcome:
     except Exception:
         return Outcome("crash", traceback.format_exc(limit=-3))
     return Outcome("right")
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
