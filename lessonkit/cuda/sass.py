@@ -150,8 +150,20 @@ def functions(binary: bytes) -> dict[str, bytes]:
     return {name.removeprefix(".text."): code for name, code in sections(binary) if name.startswith(".text.")}
 
 
-def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
-    """How often each opcode (LDG.E.128, HGMMA.64x256x16.F32.BF16) is in the machine code of these functions.
+@dataclass(frozen=True)
+class Code:
+    """What the machine code of a function shows.
+
+    opcodes  how often each (LDG.E.128, HGMMA.64x256x16.F32.BF16) is there
+    unset    uniform registers that may be read before anything writes them (see `unset_registers`)
+    """
+
+    opcodes: Counter[str]
+    unset: tuple[str, ...]
+
+
+def read(codes: Iterable[bytes], target: chips.Target) -> list[Code]:
+    """What the machine code of each of these functions shows.
 
     Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
     """
@@ -160,26 +172,37 @@ def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
     kept = [_kept(code, target) for code in codes]
     new = [i for i, file in enumerate(kept) if not file.exists()]
     architecture = f"SM{target}{'a' * (int(target) >= 90)}"
-    found: list[Counter[str]] = [Counter() for _ in new]
+    lines: list[list[re.Match[str]]] = [[] for _ in new]
     if new:
         with as_file(b"".join(codes[i] for i in new)) as together:
             text = tool("nvdisasm", "-b", architecture, "-ndf", together)
         ends = list(accumulate(len(codes[i]) for i in new))
-        for address, op in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE):
-            found[bisect_right(ends, int(address, 16))][op] += 1
-    for i, ops in zip(new, found, strict=True):
-        files.write_atomically(kept[i], json.dumps(ops))
+        for found in INSTRUCTION.finditer(text):
+            lines[bisect_right(ends, int(found["address"], 16))].append(found)
+    for i, own in zip(new, lines, strict=True):
+        said = Counter(line["op"] for line in own), unset_registers("\n".join(line[0] for line in own))
+        files.write_atomically(kept[i], json.dumps(said))
     for file in kept:
         eviction.used(file)
-    return [Counter(json.loads(file.read_text())) for file in kept]
+    return [Code(Counter(ops), tuple(unset)) for ops, unset in (json.loads(file.read_text()) for file in kept)]
+
+
+def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
+    """How often each opcode is in the machine code of each of these functions."""
+    return [code.opcodes for code in read(codes, target)]
 
 
 def _kept(code: bytes, target: chips.Target) -> Path:
-    """Where the opcodes of machine code are kept."""
+    """Where is kept what this file reads in machine code."""
     import triton
 
-    said = toolchain.version(triton.knobs.nvidia.nvdisasm.path)
+    said = toolchain.version(triton.knobs.nvidia.nvdisasm.path) + _own_words()
     return files.CACHE / "opcodes" / f"{hashlib.sha256(code + f'{target} {said}'.encode()).hexdigest()[:32]}.json"
+
+
+@cache
+def _own_words() -> str:
+    return Path(__file__).read_text()
 
 
 @cache
@@ -253,6 +276,109 @@ def row(
         tensor_columns=tensor_columns,
         mbarriers=count("SYNCS"),
     )
+
+
+# ---- Registers that nothing has written ----------------------------------------------------------------------------
+
+INSTRUCTION = re.compile(
+    r"^\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<op>[A-Z][\w.]*) *(?P<operands>[^;\n]*)",
+    re.MULTILINE,
+)
+UNIFORM = re.compile(r"(g?desc\[)?\bUR(\d+)\b")
+# Instructions that read their first operand; all others write it, or what follows predicates that they write.
+FIRST_IS_READ = re.compile(r"BRA|BRX|JM|CALL|BAR|NANOSLEEP|WARPSYNC|UR2UP|UCGABAR|USETMAXREG")
+PREDICATES_ALONE = re.compile(r"SETP|VOTE")  # are written, or one register that comes first
+INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")  # jumps to an address in a register
+ENDS = ("EXIT", "RET", "KILL")
+
+
+def unset_registers(listing: str) -> list[str]:
+    """The uniform registers that a function reads where some way leads that has not written them: ["UR34", ...].
+
+    There must be none. ptxas 12.8.93, which Triton 3.6 and 3.7 bring along, loses a copy in some kernels for Hopper:
+    two operands of wgmma lie at one place of shared memory (K, then V of attention, where neither is loaded ahead), and
+    the address of the second is made from a register that nothing has written. wgmma then reads from a garbage address.
+
+    listing: nvdisasm's lines of the function. Calls are taken to leave uniform registers as they are, and a jump to an
+    address in a register may lead to whatever follows no instruction and no jump.
+    """
+    lines = [found.groupdict(default="") for found in INSTRUCTION.finditer(listing)]
+    effects = [_reads_and_writes(line["op"], line["operands"]) for line in lines]
+    after = _successors(lines)
+    written: list[int | None] = [None] * len(lines)  # on every way there, as bits; None: no way leads there
+    if lines:
+        written[0] = 0
+    todo = [0] * len(lines[:1])
+    while todo:
+        here = todo.pop()
+        now = (written[here] or 0) | effects[here][1]
+        for there in after[here]:
+            known = written[there]
+            both = now if known is None else now & known
+            if both != known:
+                written[there] = both
+                todo.append(there)
+    unset = 0
+    for (reads, _), before in zip(effects, written, strict=True):
+        unset |= 0 if before is None else reads & ~before
+    return [f"UR{i}" for i in range(unset.bit_length()) if unset >> i & 1]
+
+
+def _reads_and_writes(op: str, operands: str) -> tuple[int, int]:
+    """The uniform registers that an instruction reads, and those that it writes: bit 4 is UR4."""
+    reads = writes = 0
+    parts = [part.strip() for part in operands.split(",")]
+    leading = 0
+    if not PREDICATES_ALONE.search(op):
+        leading = next((i for i, part in enumerate(parts) if not re.fullmatch(r"U?P\w", part)), 0)
+    first = re.fullmatch(r"UR(\d+)", parts[leading])
+    if first and not FIRST_IS_READ.match(op):
+        wide = re.search(r"\.(64|128|256)\b", op)
+        writes = _registers(int(first[1]), int(wide[1]) // 32 if wide else 1 + (".WIDE" in op))
+        del parts[leading]
+    for kind, number in UNIFORM.findall(",".join(parts)):
+        n = int(number)
+        if kind == "gdesc[" and re.match(r"[HIQ]GMMA", op):  # two descriptors of 64 bits; A in registers has none
+            reads |= _registers(n + 2, 2) if parts[1].startswith("R") else _registers(n, 4)
+        else:
+            reads |= _registers(n, 2 if kind or op == "UIADD3.64" else 1)
+    return reads, writes
+
+
+def _registers(first: int, count: int) -> int:
+    return ((1 << count) - 1) << first
+
+
+def _successors(lines: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    """The places of the instructions that may run after each."""
+    at = {int(line["address"], 16): i for i, line in enumerate(lines)}
+    last = [line["operands"].rpartition(",")[2].strip() for line in lines]
+    targets = [at.get(int(word, 16)) if re.fullmatch("0x[0-9a-f]+", word) else None for word in last]
+    joins: dict[str, set[int]] = {}  # where the threads that wait at BSYNC B0 go on together
+    for line, target in zip(lines, targets, strict=True):
+        if line["op"].startswith("BSSY") and target is not None:
+            joins.setdefault(line["operands"].partition(",")[0], set()).add(target)
+    after, indirect = list[list[int]](), list[int]()
+    for i, (line, target) in enumerate(zip(lines, targets, strict=True)):
+        op = line["op"].partition(".")[0]
+        following = [i + 1] * (i + 1 < len(lines))
+        jump = [] if target is None else [target]
+        always = not line["predicate"]
+        if op in ("BRA", "JMP"):
+            after.append(jump if always and "," not in line["operands"] else jump + following)
+        elif op in ENDS or op in INDIRECT:
+            after.append([] if always else following)
+            indirect += [i] * (op in INDIRECT)
+        elif op == "BSYNC" and (ends := joins.get(line["operands"].strip(), set())) and i + 1 not in ends:
+            after.append([*ends, *([] if always else following)])
+        else:
+            after.append(following + jump * (op == "CALL"))
+    if indirect:
+        known = {0}.union(*after)
+        anywhere = [i for i in range(len(lines)) if i not in known]
+        for i in indirect:
+            after[i] += anywhere
+    return after
 
 
 # ---- Programs of CUDA C++, compiled by nvcc ------------------------------------------------------------------------
