@@ -1,4 +1,4 @@
-"""Uniform registers that machine code reads before anything has written them: an error of ptxas on Hopper."""
+"""Uniform registers that machine code reads where nothing has set them: an error of ptxas on Hopper."""
 
 from types import SimpleNamespace
 
@@ -61,6 +61,33 @@ def test_of_ways_through_a_function(lines, unset):
     assert sass.unset_registers(listing(*lines)) == unset
 
 
+ADDS = "UIADD3.X UR5, UR5, -0x3ffffff0, URZ, UP0, !UPT"
+MULTIPLIES = "HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24, gsb0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "unset"),
+    [
+        (("UMOV UR5, URZ", ADDS), []),
+        (("UMOV UR4, URZ", "UMOV UR5, UR4", ADDS), []),
+        (("ULDC.64 UR4, c[0x0][0x218]", ADDS), ["UR5"]),  # half of a pointer
+        (("UMOV UR5, URZ", "@P0 BRA 0x50", "UIADD3.64 UR4, UR8, 0x2, URZ", ADDS), ["UR5"]),
+        (("UMOV UR5, URZ", "@UP0 UMOV UR5, URZ", ADDS), []),
+        (("UMOV UR5, 0x1", "@UP0 UMOV UR5, URZ", ADDS), ["UR5"]),
+        (("UMOV UR5, URZ", "@UP0 UMOV UR5, 0x1", ADDS), ["UR5"]),
+        (("UMOV UR5, 0x1", ADDS.replace("-0x3ffffff0", "0x40000040")), ["UR5"]),
+        (("UMOV UR5, 0x1", ADDS.replace("-0x3ffffff0", "-0x1")), []),  # no upper half of a descriptor
+    ],
+)
+def test_of_upper_halves_of_descriptors(lines, unset):
+    before = "ULDC.64 UR8, c[0x0][0x210]", "ULDC.64 UR10, c[0x0][0x218]"
+    assert sass.unset_registers(listing(*before, *lines, MULTIPLIES)) == unset
+
+
+def test_only_wgmma_has_descriptors():
+    assert sass.unset_registers(listing("ULDC.64 UR4, c[0x0][0x218]", ADDS)) == []
+
+
 def test_no_instruction_reads_nothing():
     assert sass.unset_registers("\t.headerflags\t@EF_CUDA_SM90\n") == []
 
@@ -75,7 +102,7 @@ def test_a_kernel_that_reads_one_is_a_failure(monkeypatch):
     monkeypatch.setattr(compiled, "functions", lambda cubin: {"k": cubin})
     monkeypatch.setattr(sass, "read", lambda codes, target: found * len(codes))
     assert compiled._wrong("rung", 90, made, 0) == [
-        "rung for sm_90: k reads UR34, UR35 before anything writes it: ptxas has lost a copy, and wgmma gets a garbage "
+        "rung for sm_90: k reads UR34, UR35, which nothing has set: ptxas has lost a copy, and wgmma gets a garbage "
         "address"
     ]
     assert not compiled._wrong("rung", 100, made, 0), "which has no wgmma"

@@ -155,7 +155,7 @@ class Code:
     """What the machine code of a function shows.
 
     opcodes  how often each (LDG.E.128, HGMMA.64x256x16.F32.BF16) is there
-    unset    uniform registers that may be read before anything writes them (see `unset_registers`)
+    unset    uniform registers that are read where nothing has set them (see `unset_registers`)
     """
 
     opcodes: Counter[str]
@@ -290,42 +290,89 @@ FIRST_IS_READ = re.compile(r"BRA|BRX|JM|CALL|BAR|NANOSLEEP|WARPSYNC|UR2UP|UCGABA
 PREDICATES_ALONE = re.compile(r"SETP|VOTE")  # are written, or one register that comes first
 INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")  # jumps to an address in a register
 ENDS = ("EXIT", "RET", "KILL")
+UPPER_HALF = re.compile(r"UR\d+, UR(\d+), (-?0x[0-9a-f]+), URZ, UP\d, !UPT")
+ZERO, URZ = 256, 255
 
 
 def unset_registers(listing: str) -> list[str]:
-    """The uniform registers that a function reads where some way leads that has not written them: ["UR34", ...].
+    """The uniform registers that a function reads where some way leads that has not set them: ["UR34", ...].
 
     There must be none. ptxas 12.8.93, which Triton 3.6 and 3.7 bring along, loses a copy in some kernels for Hopper:
     two operands of wgmma lie at one place of shared memory (K, then V of attention, where neither is loaded ahead), and
-    the address of the second is made from a register that nothing has written. wgmma then reads from a garbage address.
+    the descriptor of the second, 64 bits, is made from a pair of registers that the copy should have written. wgmma
+    then reads from a garbage address.
+
+    A register is not set where nothing has written it, or where a constant upper half is added to one that is not 0 (it
+    still has a value from before: `UIADD3.X UR15, UR15, -0x3ffffff0, ...`). A copy that is lost elsewhere is not found.
 
     listing: nvdisasm's lines of the function. Calls are taken to leave uniform registers as they are, and a jump to an
     address in a register may lead to whatever follows no instruction and no jump.
     """
     lines = [found.groupdict(default="") for found in INSTRUCTION.finditer(listing)]
-    effects = [_reads_and_writes(line["op"], line["operands"]) for line in lines]
+    effects = [_effect(line) for line in lines]
     after = _successors(lines)
-    written: list[int | None] = [None] * len(lines)  # on every way there, as bits; None: no way leads there
+    known: list[int | None] = [None] * len(lines)  # what holds on every way there; None: no way leads there
     if lines:
-        written[0] = 0
+        known[0] = 0
     todo = [0] * len(lines[:1])
     while todo:
         here = todo.pop()
-        now = (written[here] or 0) | effects[here][1]
+        now = effects[here].after(known[here] or 0)
         for there in after[here]:
-            known = written[there]
-            both = now if known is None else now & known
-            if both != known:
-                written[there] = both
+            before = known[there]
+            both = now if before is None else now & before
+            if both != before:
+                known[there] = both
                 todo.append(there)
+    has_wgmma = any("GMMA" in line["op"] for line in lines)
     unset = 0
-    for (reads, _), before in zip(effects, written, strict=True):
-        unset |= 0 if before is None else reads & ~before
+    for effect, before in zip(effects, known, strict=True):
+        if before is not None:
+            unset |= effect.reads & ~before
+            unset |= effect.upper & ~(before >> ZERO) if has_wgmma else 0
     return [f"UR{i}" for i in range(unset.bit_length()) if unset >> i & 1]
 
 
+@dataclass(frozen=True)
+class _Effect:
+    """What an instruction does with uniform registers: bit 4 is UR4.
+
+    copies  the register whose value it writes, or URZ; None for a value that is not known
+    sure    it has no predicate
+    upper   registers to which it adds the upper half of a descriptor
+    """
+
+    reads: int
+    writes: int
+    copies: int | None
+    sure: bool
+    upper: int
+
+    def after(self, known: int) -> int:
+        """What holds after it: registers that are written, and above bit ZERO those that are 0."""
+        zero = self.copies is not None and (self.copies == URZ or known >> ZERO + self.copies & 1)
+        if not zero:
+            known &= ~(self.writes << ZERO)
+        elif self.sure:
+            known |= self.writes << ZERO
+        return known | self.writes
+
+
+def _effect(line: Mapping[str, str]) -> _Effect:
+    op, operands = line["op"], line["operands"].strip()
+    reads, writes = _reads_and_writes(op, operands)
+    copied = re.fullmatch(r"UR\d+, UR(Z|\d+)", operands) if op == "UMOV" else None
+    copies = None if copied is None else URZ if copied[1] == "Z" else int(copied[1])
+    added = UPPER_HALF.fullmatch(operands) if op == "UIADD3.X" else None
+    upper = 0
+    if added:
+        word = int(added[2], 16) & 0xFFFFFFFF  # 2 bits of the swizzle, 14 of the stride
+        upper = _registers(int(added[1]), 1) if word >> 30 and word & 0x3FFF and not word & 0x3FFFC000 else 0
+    return _Effect(reads, writes, copies, not line["predicate"], upper)
+
+
 def _reads_and_writes(op: str, operands: str) -> tuple[int, int]:
-    """The uniform registers that an instruction reads, and those that it writes: bit 4 is UR4."""
+    """The uniform registers that an instruction reads, and those that it writes."""
     reads = writes = 0
     parts = [part.strip() for part in operands.split(",")]
     leading = 0

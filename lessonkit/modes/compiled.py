@@ -373,7 +373,7 @@ def _wrong(rung: str, target: Target, compiled: Any, shared: int) -> list[str]:
     codes = functions(compiled.asm["cubin"]).values() if target == WGMMA else ()
     if unset := [register for code in sass.read(codes, target) for register in code.unset]:
         wrong.append(
-            f"{at} reads {', '.join(unset)} before anything writes it: ptxas has lost a copy, and wgmma gets a garbage "
+            f"{at} reads {', '.join(unset)}, which nothing has set: ptxas has lost a copy, and wgmma gets a garbage "
             "address"
         )
     return wrong
