@@ -51,7 +51,8 @@ def test_of_instructions_in_a_row(lines, unset):
         (("@P0 EXIT", "UMOV UR4, URZ", "MOV R0, UR4"), []),
         (("MOV R0, UR4", "UMOV UR4, URZ", "@P0 BRA 0x0", "EXIT"), ["UR4"]),  # in the first turn of a loop
         (("UMOV UR4, URZ", "MOV R0, UR4", "UIADD3 UR4, UR4, 0x1, URZ", "@P0 BRA 0x10", "EXIT"), []),
-        (("CALL.REL.NOINC 0x20", "EXIT", "MOV R0, UR4", "RET.REL.NODEC R2 0x0"), ["UR4"]),
+        (("CALL.REL.NOINC 0x30", "MOV R0, UR4", "EXIT", "UMOV UR4, URZ", "RET.REL.NODEC R2 0x0"), []),  # its result
+        (("MOV R0, UR4", "CALL.REL.NOINC 0x30", "EXIT", "UMOV UR4, URZ", "RET.REL.NODEC R2 0x0"), ["UR4"]),
         (("BRX R2 -0x10", "UMOV UR4, URZ", "EXIT", "MOV R0, UR4", "EXIT"), ["UR4"]),
         (("BSSY B0, 0x40", "UMOV UR4, URZ", "BSYNC B0", "EXIT", "MOV R0, UR4", "EXIT"), []),
         (("BRA.DIV UR4, 0x0", "EXIT"), ["UR4"]),

@@ -305,8 +305,8 @@ def unset_registers(listing: str) -> list[str]:
     A register is not set where nothing has written it, or where a constant upper half is added to one that is not 0 (it
     still has a value from before: `UIADD3.X UR15, UR15, -0x3ffffff0, ...`). A copy that is lost elsewhere is not found.
 
-    listing: nvdisasm's lines of the function. Calls are taken to leave uniform registers as they are, and a jump to an
-    address in a register may lead to whatever follows no instruction and no jump.
+    listing: nvdisasm's lines of the function. Calls are taken to set all registers, as some give a result in one. A
+    jump to an address in a register may lead to whatever follows no instruction and no jump.
     """
     lines = [found.groupdict(default="") for found in INSTRUCTION.finditer(listing)]
     effects = [_effect(line) for line in lines]
@@ -337,6 +337,7 @@ def unset_registers(listing: str) -> list[str]:
 class _Effect:
     """What an instruction does with uniform registers: bit 4 is UR4.
 
+    calls   it calls a function, which may set any register
     copies  the register whose value it writes, or URZ; None for a value that is not known
     sure    it has no predicate
     upper   registers to which it adds the upper half of a descriptor
@@ -344,12 +345,15 @@ class _Effect:
 
     reads: int
     writes: int
+    calls: bool
     copies: int | None
     sure: bool
     upper: int
 
     def after(self, known: int) -> int:
         """What holds after it: registers that are written, and above bit ZERO those that are 0."""
+        if self.calls:
+            return (1 << 2 * ZERO) - 1
         zero = self.copies is not None and (self.copies == URZ or known >> ZERO + self.copies & 1)
         if not zero:
             known &= ~(self.writes << ZERO)
@@ -368,7 +372,7 @@ def _effect(line: Mapping[str, str]) -> _Effect:
     if added:
         word = int(added[2], 16) & 0xFFFFFFFF  # 2 bits of the swizzle, 14 of the stride
         upper = _registers(int(added[1]), 1) if word >> 30 and word & 0x3FFF and not word & 0x3FFFC000 else 0
-    return _Effect(reads, writes, copies, not line["predicate"], upper)
+    return _Effect(reads, writes, op.startswith("CALL"), copies, not line["predicate"], upper)
 
 
 def _reads_and_writes(op: str, operands: str) -> tuple[int, int]:

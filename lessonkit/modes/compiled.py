@@ -370,8 +370,8 @@ def _wrong(rung: str, target: Target, compiled: Any, shared: int) -> list[str]:
             f"{at} has a tensor map of {', '.join(maps)}: describe it in two dimensions, rows at multiples of "
             "16 bytes, or TMA may enter it between two of them"
         )
-    codes = functions(compiled.asm["cubin"]).values() if target == WGMMA else ()
-    if unset := [register for code in sass.read(codes, target) for register in code.unset]:
+    shown = sass.read(functions(compiled.asm["cubin"]).values(), WGMMA) if target == WGMMA else []
+    if unset := [register for code in shown for register in code.unset]:
         wrong.append(
             f"{at} reads {', '.join(unset)}, which nothing has set: ptxas has lost a copy, and wgmma gets a garbage "
             "address"
