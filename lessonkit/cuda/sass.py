@@ -28,6 +28,7 @@ from lessonkit.cuda import build, toolchain
 TARGETS = (80, 90)  # 90 is sm_90a
 THREADS = 256
 RESERVED = 1024  # bytes of each block's shared memory that the system takes, from sm_90 on counted in the cubin
+WGMMA = 90  # the target that has it
 CLAIMED = (80, 90, 100)  # the targets whose machine code is asked what a lesson claims
 
 
@@ -155,7 +156,7 @@ class Code:
     """What the machine code of a function shows.
 
     opcodes  how often each (LDG.E.128, HGMMA.64x256x16.F32.BF16) is there
-    unset    uniform registers that are read where nothing has set them (see `unset_registers`)
+    unset    uniform registers that are read where nothing has set them (see `unset_registers`); asked of sm_90 alone
     """
 
     opcodes: Counter[str]
@@ -180,8 +181,8 @@ def read(codes: Iterable[bytes], target: chips.Target) -> list[Code]:
         for found in INSTRUCTION.finditer(text):
             lines[bisect_right(ends, int(found["address"], 16))].append(found)
     for i, own in zip(new, lines, strict=True):
-        said = Counter(line["op"] for line in own), unset_registers("\n".join(line[0] for line in own))
-        files.write_atomically(kept[i], json.dumps(said))
+        unset = unset_registers("\n".join(line[0] for line in own)) if target == WGMMA else []
+        files.write_atomically(kept[i], json.dumps([Counter(line["op"] for line in own), unset]))
     for file in kept:
         eviction.used(file)
     return [Code(Counter(ops), tuple(unset)) for ops, unset in (json.loads(file.read_text()) for file in kept)]
@@ -305,8 +306,9 @@ def unset_registers(listing: str) -> list[str]:
     A register is not set where nothing has written it, or where a constant upper half is added to one that is not 0 (it
     still has a value from before: `UIADD3.X UR15, UR15, -0x3ffffff0, ...`). A copy that is lost elsewhere is not found.
 
-    listing: nvdisasm's lines of the function. Calls are taken to set all registers, as some give a result in one. A
-    jump to an address in a register may lead to whatever follows no instruction and no jump.
+    listing: nvdisasm's lines of a function for sm_90; tcgen05 writes registers in ways that are not known here. Calls
+    are taken to set all registers, as some give a result in one. A jump to an address in a register may lead to
+    whatever follows no instruction and no jump.
     """
     lines = [found.groupdict(default="") for found in INSTRUCTION.finditer(listing)]
     effects = [_effect(line) for line in lines]

@@ -31,7 +31,7 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.base.words import later
 from lessonkit.cuda import sass, toolchain
-from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
+from lessonkit.cuda.sass import WGMMA, Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
 from lessonkit.lesson import Broken, Lesson, Rung, discover, suits
 from lessonkit.modes.compile_server import call_in_compiler
 
@@ -54,7 +54,6 @@ NEEDS_IT, NEEDS_AT_LEAST = later("needs {what}: sm_{target} alone"), later("need
 UNFIT = (NEEDS_IT, NEEDS_AT_LEAST, later("fp8 needs compute capability {least}, the GPU has {has}: use bf16"))
 NEEDED = (later("TMA and wgmma"), later("TMA and tensor memory"), later("fp8 tensor cores"), later("fp8 conversions"),
           later("thread block clusters"))  # fmt: skip
-WGMMA = 90  # the target that has it
 COURSE_OPS = "course_ops"  # takes the place of a lesson's name: every operator, forward and backward
 
 
