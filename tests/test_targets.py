@@ -243,7 +243,7 @@ def test_a_kernel_over_its_target_s_shared_memory_is_a_failure(monkeypatch):
     )
     (said,) = compiled._wrong("rung", 120, made, 101377)
     assert said == "rung for sm_120: k asks for 101377 bytes of shared memory a block; the chip has 101376"
-    assert not compiled._wrong("rung", 90, made, 101377)
+    assert not compiled._wrong("rung", 100, made, 101377)
     monkeypatch.setattr(compiled, "_launched", lambda *asked: ([("rung", made)] * 2, [], ["f"]))
     assert compiled._count_here("lesson", 120) == {"kernels": 1, "unfit": 0, "failed": ("f", said, said)}
 
@@ -305,7 +305,6 @@ def test_a_refusal_is_a_reason_and_no_failure(monkeypatch, name):
 
     monkeypatch.setattr(compiled, "_calls", lambda *asked: [("rung", "", [refuse])])
     monkeypatch.setattr(compiled, "compiling", lambda target: nullcontext({}))
-    monkeypatch.setattr(compiled, "opcodes", lambda codes, target: list(codes))
     found = compiled._compile_here(name, 86, ())
     why = {"rung": "rung", "target": 86, "why": "fp8 needs compute capability 8.9"}
     assert found == {"kernels": (), "unfit": (why,), "failed": ()}

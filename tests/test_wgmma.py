@@ -1,5 +1,7 @@
 """ptxas serializes no kernel's wgmma, at any shape that a lesson times, and at those that course_ops tells apart.
 
+Nor does any of these kernels have what no kernel may have (compiled._wrong), as a register that nothing has set.
+
 `python -m lessonkit compile` looks at the first shape of each kernel alone, and ptxas decides anew for each.
 """
 
@@ -32,7 +34,7 @@ DIMENSIONS = (64, 96, 128, 192, 256)
 
 
 def serialized(name: str, part: int) -> tuple[int, list[list[str]]]:
-    """How many kernels with wgmma there are, and which are serialized, as [rung or call, kernel, a line].
+    """How many kernels with wgmma there are, and which are serialized or wrong, as [rung or call, kernel, a line].
 
     name: a lesson, at all of its shapes, or an operator; part: for attention the D.
     """
@@ -45,6 +47,7 @@ def serialized(name: str, part: int) -> tuple[int, list[list[str]]]:
             for each in made.values():
                 kernel = compiled.inspect(call, each, 90)
                 count += kernel.wgmma > 0
+                found += [[call, kernel.kernel, line] for line in compiled._wrong(call, 90, each, kernel.shared)]
                 if sass.serialized(kernel):
                     found.append([call, kernel.kernel, f"{kernel.waits} waits for {kernel.wgmma} wgmma: {kernel}"])
     return count, found

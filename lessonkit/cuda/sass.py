@@ -28,6 +28,7 @@ from lessonkit.cuda import build, toolchain
 TARGETS = (80, 90)  # 90 is sm_90a
 THREADS = 256
 RESERVED = 1024  # bytes of each block's shared memory that the system takes, from sm_90 on counted in the cubin
+WGMMA = 90  # the target that has it
 CLAIMED = (80, 90, 100)  # the targets whose machine code is asked what a lesson claims
 
 
@@ -150,8 +151,20 @@ def functions(binary: bytes) -> dict[str, bytes]:
     return {name.removeprefix(".text."): code for name, code in sections(binary) if name.startswith(".text.")}
 
 
-def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
-    """How often each opcode (LDG.E.128, HGMMA.64x256x16.F32.BF16) is in the machine code of these functions.
+@dataclass(frozen=True)
+class Code:
+    """What the machine code of a function shows.
+
+    opcodes  how often each (LDG.E.128, HGMMA.64x256x16.F32.BF16) is there
+    unset    uniform registers that are read where nothing has set them (see `unset_registers`); asked of sm_90 alone
+    """
+
+    opcodes: Counter[str]
+    unset: tuple[str, ...]
+
+
+def read(codes: Iterable[bytes], target: chips.Target) -> list[Code]:
+    """What the machine code of each of these functions shows.
 
     Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
     """
@@ -160,26 +173,37 @@ def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
     kept = [_kept(code, target) for code in codes]
     new = [i for i, file in enumerate(kept) if not file.exists()]
     architecture = f"SM{target}{'a' * (int(target) >= 90)}"
-    found: list[Counter[str]] = [Counter() for _ in new]
+    lines: list[list[re.Match[str]]] = [[] for _ in new]
     if new:
         with as_file(b"".join(codes[i] for i in new)) as together:
             text = tool("nvdisasm", "-b", architecture, "-ndf", together)
         ends = list(accumulate(len(codes[i]) for i in new))
-        for address, op in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE):
-            found[bisect_right(ends, int(address, 16))][op] += 1
-    for i, ops in zip(new, found, strict=True):
-        files.write_atomically(kept[i], json.dumps(ops))
+        for found in INSTRUCTION.finditer(text):
+            lines[bisect_right(ends, int(found["address"], 16))].append(found)
+    for i, own in zip(new, lines, strict=True):
+        unset = unset_registers("\n".join(line[0] for line in own)) if target == WGMMA else []
+        files.write_atomically(kept[i], json.dumps([Counter(line["op"] for line in own), unset]))
     for file in kept:
         eviction.used(file)
-    return [Counter(json.loads(file.read_text())) for file in kept]
+    return [Code(Counter(ops), tuple(unset)) for ops, unset in (json.loads(file.read_text()) for file in kept)]
+
+
+def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
+    """How often each opcode is in the machine code of each of these functions."""
+    return [code.opcodes for code in read(codes, target)]
 
 
 def _kept(code: bytes, target: chips.Target) -> Path:
-    """Where the opcodes of machine code are kept."""
+    """Where is kept what this file reads in machine code."""
     import triton
 
-    said = toolchain.version(triton.knobs.nvidia.nvdisasm.path)
+    said = toolchain.version(triton.knobs.nvidia.nvdisasm.path) + _own_words()
     return files.CACHE / "opcodes" / f"{hashlib.sha256(code + f'{target} {said}'.encode()).hexdigest()[:32]}.json"
+
+
+@cache
+def _own_words() -> str:
+    return Path(__file__).read_text()
 
 
 @cache
@@ -253,6 +277,161 @@ def row(
         tensor_columns=tensor_columns,
         mbarriers=count("SYNCS"),
     )
+
+
+# ---- Registers that nothing has written ----------------------------------------------------------------------------
+
+INSTRUCTION = re.compile(
+    r"^\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<op>[A-Z][\w.]*) *(?P<operands>[^;\n]*)",
+    re.MULTILINE,
+)
+UNIFORM = re.compile(r"(g?desc\[)?\bUR(\d+)\b")
+# Instructions that read their first operand; all others write it, or what follows predicates that they write.
+FIRST_IS_READ = re.compile(r"BRA|BRX|JM|CALL|BAR|NANOSLEEP|WARPSYNC|UR2UP|UCGABAR|USETMAXREG")
+PREDICATES_ALONE = re.compile(r"SETP|VOTE")  # are written, or one register that comes first
+INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")  # jumps to an address in a register
+ENDS = ("EXIT", "RET", "KILL")
+UPPER_HALF = re.compile(r"UR\d+, UR(\d+), (-?0x[0-9a-f]+), URZ, UP\d, !UPT")
+ZERO, URZ = 256, 255
+
+
+def unset_registers(listing: str) -> list[str]:
+    """The uniform registers that a function reads where some way leads that has not set them: ["UR34", ...].
+
+    There must be none. ptxas 12.8.93, which Triton 3.6 and 3.7 bring along, loses a copy in some kernels for Hopper:
+    two operands of wgmma lie at one place of shared memory (K, then V of attention, where neither is loaded ahead), and
+    the descriptor of the second, 64 bits, is made from a pair of registers that the copy should have written. wgmma
+    then reads from a garbage address.
+
+    A register is not set where nothing has written it, or where a constant upper half is added to one that is not 0 (it
+    still has a value from before: `UIADD3.X UR15, UR15, -0x3ffffff0, ...`). A copy that is lost elsewhere is not found.
+
+    listing: nvdisasm's lines of a function for sm_90; tcgen05 writes registers in ways that are not known here. Calls
+    are taken to set all registers, as some give a result in one. A jump to an address in a register may lead to
+    whatever follows no instruction and no jump.
+    """
+    lines = [found.groupdict(default="") for found in INSTRUCTION.finditer(listing)]
+    effects = [_effect(line) for line in lines]
+    after = _successors(lines)
+    known: list[int | None] = [None] * len(lines)  # what holds on every way there; None: no way leads there
+    if lines:
+        known[0] = 0
+    todo = [0] * len(lines[:1])
+    while todo:
+        here = todo.pop()
+        now = effects[here].after(known[here] or 0)
+        for there in after[here]:
+            before = known[there]
+            both = now if before is None else now & before
+            if both != before:
+                known[there] = both
+                todo.append(there)
+    has_wgmma = any("GMMA" in line["op"] for line in lines)
+    unset = 0
+    for effect, before in zip(effects, known, strict=True):
+        if before is not None:
+            unset |= effect.reads & ~before
+            unset |= effect.upper & ~(before >> ZERO) if has_wgmma else 0
+    return [f"UR{i}" for i in range(unset.bit_length()) if unset >> i & 1]
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What an instruction does with uniform registers: bit 4 is UR4.
+
+    calls   it calls a function, which may set any register
+    copies  the register whose value it writes, or URZ; None for a value that is not known
+    sure    it has no predicate
+    upper   registers to which it adds the upper half of a descriptor
+    """
+
+    reads: int
+    writes: int
+    calls: bool
+    copies: int | None
+    sure: bool
+    upper: int
+
+    def after(self, known: int) -> int:
+        """What holds after it: registers that are written, and above bit ZERO those that are 0."""
+        if self.calls:
+            return (1 << 2 * ZERO) - 1
+        zero = self.copies is not None and (self.copies == URZ or known >> ZERO + self.copies & 1)
+        if not zero:
+            known &= ~(self.writes << ZERO)
+        elif self.sure:
+            known |= self.writes << ZERO
+        return known | self.writes
+
+
+def _effect(line: Mapping[str, str]) -> _Effect:
+    op, operands = line["op"], line["operands"].strip()
+    reads, writes = _reads_and_writes(op, operands)
+    copied = re.fullmatch(r"UR\d+, UR(Z|\d+)", operands) if op == "UMOV" else None
+    copies = None if copied is None else URZ if copied[1] == "Z" else int(copied[1])
+    added = UPPER_HALF.fullmatch(operands) if op == "UIADD3.X" else None
+    upper = 0
+    if added:
+        word = int(added[2], 16) & 0xFFFFFFFF  # 2 bits of the swizzle, 14 of the stride
+        upper = _registers(int(added[1]), 1) if word >> 30 and word & 0x3FFF and not word & 0x3FFFC000 else 0
+    return _Effect(reads, writes, op.startswith("CALL"), copies, not line["predicate"], upper)
+
+
+def _reads_and_writes(op: str, operands: str) -> tuple[int, int]:
+    """The uniform registers that an instruction reads, and those that it writes."""
+    reads = writes = 0
+    parts = [part.strip() for part in operands.split(",")]
+    leading = 0
+    if not PREDICATES_ALONE.search(op):
+        leading = next((i for i, part in enumerate(parts) if not re.fullmatch(r"U?P\w", part)), 0)
+    first = re.fullmatch(r"UR(\d+)", parts[leading])
+    if first and not FIRST_IS_READ.match(op):
+        wide = re.search(r"\.(64|128|256)\b", op)
+        writes = _registers(int(first[1]), int(wide[1]) // 32 if wide else 1 + (".WIDE" in op))
+        del parts[leading]
+    for kind, number in UNIFORM.findall(",".join(parts)):
+        n = int(number)
+        if kind == "gdesc[" and re.match(r"[HIQ]GMMA", op):  # two descriptors of 64 bits; A in registers has none
+            reads |= _registers(n + 2, 2) if parts[1].startswith("R") else _registers(n, 4)
+        else:
+            reads |= _registers(n, 2 if kind or op == "UIADD3.64" else 1)
+    return reads, writes
+
+
+def _registers(first: int, count: int) -> int:
+    return ((1 << count) - 1) << first
+
+
+def _successors(lines: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    """The places of the instructions that may run after each."""
+    at = {int(line["address"], 16): i for i, line in enumerate(lines)}
+    last = [line["operands"].rpartition(",")[2].strip() for line in lines]
+    targets = [at.get(int(word, 16)) if re.fullmatch("0x[0-9a-f]+", word) else None for word in last]
+    joins: dict[str, set[int]] = {}  # where the threads that wait at BSYNC B0 go on together
+    for line, target in zip(lines, targets, strict=True):
+        if line["op"].startswith("BSSY") and target is not None:
+            joins.setdefault(line["operands"].partition(",")[0], set()).add(target)
+    after, indirect = list[list[int]](), list[int]()
+    for i, (line, target) in enumerate(zip(lines, targets, strict=True)):
+        op = line["op"].partition(".")[0]
+        following = [i + 1] * (i + 1 < len(lines))
+        jump = [] if target is None else [target]
+        always = not line["predicate"]
+        if op in ("BRA", "JMP"):
+            after.append(jump if always and "," not in line["operands"] else jump + following)
+        elif op in ENDS or op in INDIRECT:
+            after.append([] if always else following)
+            indirect += [i] * (op in INDIRECT)
+        elif op == "BSYNC" and (ends := joins.get(line["operands"].strip(), set())) and i + 1 not in ends:
+            after.append([*ends, *([] if always else following)])
+        else:
+            after.append(following + jump * (op == "CALL"))
+    if indirect:
+        known = {0}.union(*after)
+        anywhere = [i for i in range(len(lines)) if i not in known]
+        for i in indirect:
+            after[i] += anywhere
+    return after
 
 
 # ---- Programs of CUDA C++, compiled by nvcc ------------------------------------------------------------------------

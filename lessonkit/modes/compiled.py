@@ -31,7 +31,7 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.base.words import later
 from lessonkit.cuda import sass, toolchain
-from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
+from lessonkit.cuda.sass import WGMMA, Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
 from lessonkit.lesson import Broken, Lesson, Rung, discover, suits
 from lessonkit.modes.compile_server import call_in_compiler
 
@@ -254,8 +254,8 @@ def _errors_with_words() -> Iterator[None]:
 def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, Any]:
     """Compile every rung of a lesson. Only in a process whose mode is `compiled` (see compile_server)."""
     found, unfit, failed = _launched(name, target, rungs)
-    if not chips.is_amd(target):  # all at once: the disassembler starts once for a target
-        opcodes((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
+    if not chips.is_amd(target):
+        _disassemble(found, target)
     kernels: dict[tuple[str, str], Kernel] = {}
     for rung, compiled in found:
         kernel = inspect(rung, compiled, target)
@@ -264,9 +264,16 @@ def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, 
     return asdict(Outcome(tuple(kernels.values()), tuple(unfit), tuple(failed)))
 
 
+def _disassemble(found: Sequence[tuple[str, Any]], target: Target) -> None:
+    """All at once, so that the disassembler starts once for a target. What it says is kept."""
+    sass.read((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
+
+
 def _count_here(name: str, target: Target) -> dict[str, Any]:
-    """As _compile_here, without a look into the machine code: a tenth of the time is the disassembler's."""
+    """As _compile_here, without rows: a tenth of the time is the disassembler's, which looks at Hopper's code alone."""
     found, unfit, failed = _launched(name, target, ())
+    if target == WGMMA:
+        _disassemble(found, target)
     for rung, compiled in found:
         failed += _wrong(rung, target, compiled, compiled.metadata.shared)
     return asdict(Count(len({(rung, compiled.metadata.name) for rung, compiled in found}), len(unfit), tuple(failed)))
@@ -362,6 +369,12 @@ def _wrong(rung: str, target: Target, compiled: Any, shared: int) -> list[str]:
             f"{at} has a tensor map of {', '.join(maps)}: describe it in two dimensions, rows at multiples of "
             "16 bytes, or TMA may enter it between two of them"
         )
+    shown = sass.read(functions(compiled.asm["cubin"]).values(), WGMMA) if target == WGMMA else []
+    if unset := [register for code in shown for register in code.unset]:
+        wrong.append(
+            f"{at} reads {', '.join(unset)}, which nothing has set: ptxas has lost a copy, and wgmma gets a garbage "
+            "address"
+        )
     return wrong
 
 
@@ -379,7 +392,7 @@ def outcome(name: str, target: Target, rungs: tuple[str, ...] = ()) -> Outcome:
 
 
 def count(name: str, target: Target) -> Count:
-    """How many kernels `outcome` would show, in less time: nothing is disassembled."""
+    """How many kernels `outcome` would show, in less time: only Hopper's machine code is disassembled."""
     found = _once("_count_here", name, target)
     return Count(found["kernels"], found["unfit"], tuple(found["failed"]))
 
