@@ -21,6 +21,7 @@ from course_ops._common import (
 )
 from course_ops._registration import cast_under_autocast, once
 from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
+from course_ops.kernels import linear_cross_entropy as kernels
 from course_ops.kernels._matmul_hopper import wgmma_takes
 from course_ops.kernels._matmul_plan import aligned_rows, best_epilogue_plan
 from course_ops.kernels.cross_entropy import cross_entropy_backward
@@ -151,15 +152,24 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient [...] times a scalar in float32. As a scalar it would be rounded to float16 first, and might be inf."""
+@custom_op("course_ops::linear_cross_entropy_backward", mutates_args=())
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient [...], contiguous, times a scalar in float32. In float16 the factor might be inf."""
+    if runs_kernel(gradient):
+        with on_device(gradient):
+            return kernels.scaled(gradient, factor)
     return torch.mul(gradient, factor.expand(gradient.ndim * (1,)), out=torch.empty_like(gradient))
+
+
+@_scaled.register_fake
+def _(gradient, factor):
+    return torch.empty_like(gradient)
 
 
 def _gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     dx, dw, rows = ctx.saved_tensors
-    factor = dloss.detach() / rows  # detached: `out` of scaled has no derivative
-    dx, dw = (scaled(g, factor) if needed else None for g, needed in zip((dx, dw), ctx.needs_input_grad, strict=False))
+    factor = dloss.detach() / rows  # detached: _scaled has no derivative
+    dx, dw = (_scaled(g, factor) if needed else None for g, needed in zip((dx, dw), ctx.needs_input_grad, strict=False))
     if torch.is_grad_enabled():  # create_graph=True: to autograd what was saved are constants, with derivatives of 0
         dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g, dloss) for g in (dx, dw))
     return dx, dw, None, None, None

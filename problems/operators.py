@@ -23,7 +23,7 @@ from course_ops.grouped_matmul import _grouped_matmul
 from course_ops.layer_norm import _layer_norm, _layer_norm_backward
 from course_ops.linear import _backward as _linear_gradients
 from course_ops.linear import _linear
-from course_ops.linear_cross_entropy import _linear_cross_entropy, scaled
+from course_ops.linear_cross_entropy import _linear_cross_entropy, _scaled
 from course_ops.matmul import _matmul
 from course_ops.matmul_fp8 import _matmul_fp8
 from course_ops.quantize import _quantize
@@ -204,7 +204,7 @@ def linear_cross_entropy_call(x, w, targets):
 def linear_cross_entropy_backward_call(x, w, targets):
     """One step's loss and gradients: the forward makes them at once, and the backward multiplies them by dloss = 1."""
     loss, dx, dw, rows = _linear_cross_entropy(x, w, targets, -100, True)
-    return loss, scaled(dx, 1 / rows), scaled(dw, 1 / rows)
+    return loss, _scaled(dx, 1 / rows), _scaled(dw, 1 / rows)
 
 
 def linear_call(x, w, bias, residual):

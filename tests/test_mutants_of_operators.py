@@ -27,7 +27,7 @@ from course_ops.kernels import (
     matmul_hopper,
     scan,
 )
-from problems import attention, dropout, gelu, grouped_matmul, linear, matmul, matmul_fp8
+from problems import attention, dropout, gelu, grouped_matmul, linear, linear_cross_entropy, matmul, matmul_fp8
 from problems import operators as answers
 from problems import scan as scan_problem
 from tests import (
@@ -110,6 +110,14 @@ QUESTIONS = {
     "three phases": asked(scan_problem.PROBLEM, answers.scan_call, FP32, n=9000),
     "gelu": asked(gelu.PROBLEM, answers.gelu_call, FP32, n=2049),
     "gradient of gelu": asked(gelu.PROBLEM_BACKWARD, answers.gelu_backward_call, FP32, n=2049),
+    "last layer": asked(
+        linear_cross_entropy.PROBLEM_BACKWARD,
+        answers.linear_cross_entropy_backward_call,
+        FP32,
+        M=9,
+        K=37,
+        V=131,
+    ),
     "dropout": asked(dropout.PROBLEM, answers.dropout_call, FP32, n=2051, seed=2**40 + 5),
 }
 
@@ -267,6 +275,13 @@ WRONG = {  # file of course_ops/kernels -> mutants; `rung` names the question
                "gradient of gelu"),
         Mutant("the gradient of the logistic function alone", "gelu_backward_kernel", "s + x * s * (1 - s)",
                "x * s * (1 - s)", "gradient of gelu"),
+    ),
+    "linear_cross_entropy": (
+        Mutant("an element past the last", "scale_kernel", "mask = offsets < n", "mask = offsets < n + 1", "last layer",
+               "out of bounds"),
+        Mutant("the factor left out", "scale_kernel", "x * tl.load(factor_ptr)", "x", "last layer"),
+        Mutant("the last program's elements left out", "scale_kernel", "offsets < n", "offsets < n - n % BLOCK",
+               "last layer", "nan"),
     ),
     "dropout": (
         Mutant("a row's second call has the first one's counter", "dropout_kernel", "(first + pair) * 2 + 1",
