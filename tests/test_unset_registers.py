@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from course_ops.kernels import attention_decode, attention_forward, attention_paged
+
 
 def listing(*lines):
     return "\n".join(f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines))
@@ -144,3 +146,30 @@ def test_ptxas_loses_a_copy(D_V, wrong):
     if "12.8.93" not in said:
         pytest.skip("what another ptxas makes of it is not known")
     assert bool(found) == wrong, found
+
+
+# ---- In course_ops -------------------------------------------------------------------------------------------------
+
+
+def compile_attention(D: int, D_v: int) -> list[str]:
+    """What is wrong with the forward kernels on rows that begin anywhere. In the process that compiles."""
+
+    def rows(*shape, width):
+        return torch.empty(*shape, width + 1, dtype=torch.float16, device="meta")[..., :width]
+
+    q, k, v = (rows(2, 2, 200, width=width) for width in (D, D, D_v))
+    lengths, table = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 8)))
+    found = list[str]()
+    with compiled.compiling(90) as made:
+        attention_forward.attention_forward(q, k, v, True, None, 0.1)
+        attention_decode.attention_decode(q[:, :, :50], k, v, True, 0.1)
+        attention_paged.attention_paged(q[:, :, :50], k, v, lengths, table, True, None, 0.1, None)
+    for name in ("attention_kernel", "decode_kernel", "paged_kernel"):
+        found += compiled._wrong(f"{D}, {D_v}", 90, made[name], 0)
+    return found
+
+
+@pytest.mark.kept
+@pytest.mark.parametrize(("D", "D_v"), [(64, 16), (128, 32), (40, 17), (32, 1)])
+def test_values_narrower_than_keys_are_in_no_kernel_that_ptxas_breaks(D, D_v):
+    assert call_in_compiler("tests.test_unset_registers", "compile_attention", D, D_v) == []
