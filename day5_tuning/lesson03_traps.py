@@ -1,4 +1,4 @@
-"""Traps: seven wrong results, and the line that mends each
+"""Traps: eight wrong results, and the line that mends each
 =========================================================
 Each step is an experiment. Something passes that should not, or is slow, or fails far away from its cause. The step
 asserts that it does, mends it, and asserts that the fault is gone. All but the last run without a GPU.
@@ -11,7 +11,7 @@ The other traps are in other lessons:
     lesson04_neighbours                            one that needs a second process on the GPU
     lesson05_benchmark_traps                       those of measuring
 
-Predict before you run: which of the seven does a GPU report by itself? Which does a CPU hide?
+Predict before you run: which of the eight does a GPU report by itself? Which does a CPU hide?
 You will learn: to find an overflow without the memory for it, to read a precision from the compiled code, to check
 strides and defaults.
 Run it:    python3 course.py run lesson03_traps
@@ -29,6 +29,7 @@ from lessonkit import DEVICE, About, Steps, Table, check, compiled, specimen
 from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.base.errors import OutOfBounds
 from lessonkit.base.files import ROOT
+from lessonkit.cuda import sass, toolchain
 from lessonkit.modes.compile_server import call_in_compiler
 from lessonkit.modes.interpreter import watched
 
@@ -239,7 +240,51 @@ def _assemble(arch):
     return lines[0].split(";")[-1].strip() if done.returncode else ""
 
 
-# ---- 7. An error that is reported elsewhere -------------------------------------------------------------------------
+# ---- 7. A register that nothing has set -----------------------------------------------------------------------------
+@triton.jit
+def two_products_kernel(q_ptr, k_ptr, v_ptr, z_ptr, n, stride, D_V: tl.constexpr):  # q [64, 64], k [n, 64], v [n, D_V]
+    rows, keys, d, d_v = tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, 64), tl.arange(0, D_V)
+    q = tl.load(q_ptr + rows[:, None] * 64 + d)
+    z = tl.zeros([64, D_V], tl.float32)
+    for start in range(0, n, 128):
+        at = start + keys
+        k = tl.load(k_ptr + at * stride + d[:, None], at < n, 0)
+        p = tl.dot(q, k).to(k.dtype)
+        v = tl.load(v_ptr + at[:, None] * stride + d_v, at[:, None] < n, 0)
+        z = tl.dot(p, v, z)
+    tl.store(z_ptr + rows[:, None] * D_V + d_v, z)
+
+
+def a_register_that_nothing_has_set():
+    """ptxas can be wrong: of this kernel, which is right, version 12.8.93 makes code that multiplies by the wrong V.
+
+    Rows of an odd stride cannot be loaded asynchronously. So the tiles of K and V lie at one place of shared memory,
+    one after the other. wgmma finds a tile by a descriptor: its address, and in the upper half how its rows are laid
+    out. Rows of 32 bytes (16 columns of V) are laid out otherwise than K's rows of 128. ptxas makes V's descriptor from
+    a copy of the address, and loses the copy: the machine code adds to a register that nothing has written.
+
+    Attention in course_ops read zeros for most of V there. No test had values of so few columns with such strides; a
+    random case had. With a tile of 64 columns for V, of which 48 are masked, both layouts are the same.
+    """
+    table = []
+    for columns in (16, 64):
+        version, unset = call_in_compiler(__name__, "registers_never_set", columns)
+        table.append({"ptxas": version, "columns of V's tile": columns, "read, never set": ", ".join(unset) or "none"})
+    assert table[1]["read, never set"] == "none"
+    assert version != "12.8.93" or table[0]["read, never set"] != "none"
+    return Table("registers", table, "Uniform registers that the machine code reads where no way has set them.")
+
+
+def registers_never_set(columns):
+    """ptxas's version, and the registers of two_products_kernel with so many columns of V; in the compile process."""
+    q, k, v = (torch.empty(shape, dtype=torch.float16, device=DEVICE) for shape in ((64, 64), (999, 73), (999, 73)))
+    with compiled.compiling(90) as made:
+        two_products_kernel[(1,)](q, k, v, q, 999, 73, columns)
+    (code,) = sass.read(sass.functions(made["two_products_kernel"].asm["cubin"]).values(), 90)
+    return re.search(r"V([\d.]+)", toolchain.version(triton.knobs.nvidia.ptxas.path))[1], code.unset
+
+
+# ---- 8. An error that is reported elsewhere -------------------------------------------------------------------------
 FAULT = "from day5_tuning import lesson03_traps; lesson03_traps._fault()"
 
 
@@ -281,13 +326,13 @@ def errors_arrive_late():
     return Table("late errors", table, "One kernel writes astray; who is blamed?")
 
 
-# The answers: a GPU reports the seventh by itself, and late. It reports the first only if the wrong address lies in
-# no allocation. A CPU hides the fifth, since the interpreter's tl.dot is exact, and the seventh, since a launch there
-# returns when its kernel has run.
+# The answers: a GPU reports the eighth by itself, and late. It reports the first only if the wrong address lies in no
+# allocation, and the same is true of the seventh. A CPU hides the fifth, since the interpreter's tl.dot is exact, the
+# seventh, which is in machine code alone, and the eighth, since a launch there returns when its kernel has run.
 LESSON = Steps(
     about=About(
         teaches="32-bit offsets, strides that empty_like keeps, allclose on tiny numbers, bf16 interpreted, TF32 "
-        "unasked, sm_90 and sm_90a, late errors",
+        "unasked, sm_90 and sm_90a, an error of ptxas, late errors",
         hours=0.75,
         star=True,
     ),
@@ -298,6 +343,7 @@ LESSON = Steps(
         bf16_in_the_interpreter,
         tf32_by_default,
         sm_90_is_not_sm_90a,
+        a_register_that_nothing_has_set,
         errors_arrive_late,
     ),
 )

@@ -2,14 +2,12 @@
 
 from types import SimpleNamespace
 
-from lessonkit.cuda import sass, toolchain
+from lessonkit.cuda import sass
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from course_ops.kernels import attention_decode, attention_forward, attention_paged
 
@@ -114,38 +112,14 @@ def test_a_kernel_that_reads_one_is_a_failure(monkeypatch):
 # ---- The error itself ----------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def two_products_kernel(q_ptr, k_ptr, v_ptr, out_ptr, n, stride, D: tl.constexpr, D_V: tl.constexpr):
-    """Of 64 rows of q with k, and of the result with v. Rows of k and v begin anywhere: nothing is loaded ahead."""
-    rows, keys, d, d_v = tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, D), tl.arange(0, D_V)
-    q = tl.load(q_ptr + rows[:, None] * D + d)
-    acc = tl.zeros([64, D_V], tl.float32)
-    for start in range(0, n, 128):
-        at = start + keys
-        k = tl.load(k_ptr + at * stride + d[:, None], at < n, 0)
-        p = tl.dot(q, k).to(k.dtype)
-        v = tl.load(v_ptr + at[:, None] * stride + d_v, at[:, None] < n, 0)
-        acc = tl.dot(p, v, acc)
-    tl.store(out_ptr + rows[:, None] * D_V + d_v, acc)
-
-
-def compile_two_products(D_V: int) -> tuple[str, list[str]]:
-    """The version of ptxas, and what is wrong with its code. In the process that compiles."""
-    q, k, v = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((64, 64), (999, 73), (999, 73)))
-    with compiled.compiling(90) as made:
-        two_products_kernel[(1,)](q, k, v, q, 999, 73, 64, D_V)
-    (kernel,) = made.values()
-    return toolchain.version(triton.knobs.nvidia.ptxas.path), compiled._wrong("rung", 90, kernel, 0)
-
-
-@pytest.mark.kept
-@pytest.mark.parametrize(("D_V", "wrong"), [(64, False), (16, True)])
-def test_ptxas_loses_a_copy(D_V, wrong):
+@pytest.mark.kept("day5_tuning/lesson03_traps.py")
+@pytest.mark.parametrize(("columns", "wrong"), [(64, False), (16, True)])
+def test_ptxas_loses_a_copy(columns, wrong):
     """Where the second operand has other rows than the first: so its descriptor differs in more than its address."""
-    said, found = call_in_compiler("tests.test_unset_registers", "compile_two_products", D_V)
-    if "12.8.93" not in said:
+    version, unset = call_in_compiler("day5_tuning.lesson03_traps", "registers_never_set", columns)
+    if version != "12.8.93":
         pytest.skip("what another ptxas makes of it is not known")
-    assert bool(found) == wrong, found
+    assert bool(unset) == wrong, unset
 
 
 # ---- In course_ops -------------------------------------------------------------------------------------------------
