@@ -114,7 +114,7 @@ def unlinked(text: str) -> str:
 
 WIDE, HIGH, MARGIN = 8.27, 11.69, 0.5  # A4 in inches
 FIGURE = 2.3
-TEXT, SIZE, SMALL = 7.6, 6.6, 5.8  # points, of a paragraph, of a table, and of a long one
+TEXT, SIZE, SMALL = 7.4, 6.6, 5.6  # points, of a paragraph, of a table, and of a long one
 LONG = 10  # lines
 
 
@@ -208,7 +208,7 @@ def _pdf_table(pages: list[Any], room: Callable[..., float], table: Sequence[dic
     widths = _columns(plain, (WIDE - 2 * MARGIN) * 72 / size)
     cells = [[_wrapped(text, wide - 1.2, n == 0) for text, wide in zip(line, widths, strict=True)]
              for n, line in enumerate(plain)]  # fmt: skip
-    heights = [max(map(len, line)) * high + 0.02 for line in cells]
+    heights = [max(map(len, line)) * high + 0.01 for line in cells]
     at = room(sum(heights) + 0.07) + sum(heights) + 0.02
     for n, (line, said, height) in enumerate(zip(cells, lines, heights, strict=True)):
         x = MARGIN
