@@ -557,7 +557,9 @@ def attention_reference(q, k, v, causal, window, scale, softcap=None, kept=None)
 # forward needs the factor too: a kernel rounds P = exp(s - m) where scores are nearly equal and PyTorch's P all round
 # to 1 / n. If the rows of v cancel, PyTorch is right by luck, and a kernel's arithmetic is off by 1.4 times a budget of
 # factor 1, once in 6000 cases. The price: a scale that is 2% off passes in bf16, and 4% is refused.
-attention = Question(_attention, attention_reference, ("q", "k", "v"), factor=4, keeps=0)
+# A row of dS adds up to 0: where keys are alike, dq is what the rounding of dS leaves. Where queries are alike too, all
+# rows are, and PyTorch may be right in each by the same luck.
+attention = Question(_attention, attention_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True)
 
 
 def _attention_paged(draw):
@@ -642,5 +644,5 @@ def attention_varlen_reference(
 
 
 attention_varlen = Question(
-    _attention_varlen, attention_varlen_reference, ("q", "k", "v"), factor=4, keeps=0
+    _attention_varlen, attention_varlen_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True
 )  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 
 from lessonkit import DEVICE, Lesson, Work, budget, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
-from lessonkit.judge import check, verify
+from lessonkit.judge import check, rounding, verify
 from lessonkit.lesson import Grad
 
 import pytest
@@ -363,6 +363,30 @@ def half_steps(x):
     return (x / 0.5).round() * 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 2, 3, 12, 64, 700])
+def test_operands_in_16_bits_move_a_gradient_less_far_than_is_allowed(n, dtype):
+    torch.manual_seed(n)
+    up, b = torch.randn(3000, n, dtype=torch.float64), torch.randn(8, n, dtype=torch.float64).to(dtype).double()
+
+    def gradients(dy):
+        a, w = torch.zeros(3000, 8, dtype=torch.float64, requires_grad=True), b.clone().requires_grad_()
+        return torch.autograd.grad(a @ w, (a, w), dy)
+
+    with rounding.OperandsOff(dtype):
+        allowed = gradients(up)
+        none = gradients(up.to(dtype).double())
+    for right, off, rounded in zip(gradients(up), allowed, gradients(up.to(dtype).double()), strict=True):
+        assert ((rounded - right).abs() <= off - right).all()
+    da = gradients(up)[0]
+    info = torch.finfo(dtype)
+    worst = info.eps / 2 * (up.abs().clamp(min=info.tiny) @ b.abs().T)
+    assert (allowed[0] - da <= (1 + 1e-9) * worst).all()  # not all roundings are the largest, nor of one sign
+    assert n < 700 or (allowed[0] - da < 0.25 * worst).all()
+    for mine, theirs in zip(none, gradients(up.to(dtype).double()), strict=True):
+        assert torch.equal(mine, theirs)  # exact operands
+
+
 def test_a_step_of_the_reference_is_no_rounding_error():
     """Values halfway between two steps go either way when they are disturbed: that must not excuse a whole step."""
     x = torch.arange(40, device=DEVICE).float() / 4
@@ -403,8 +427,8 @@ def test_equal_values_may_differ_from_their_mean_by_its_rounding():
     """1 / sqrt(eps) makes it a million times as large. It is no step: an error of a 64th moves the answer by a 64th."""
     x = torch.full((2, 700), 3.1, device=DEVICE)
     question = asked(layernorm_of_little, x)
-    rounding = 100 * (3.1 * 2**-24) / (1e-12) ** 0.5
-    check.compare(question, question.usual[0] + rounding)
+    off = 100 * (3.1 * 2**-24) / (1e-12) ** 0.5
+    check.compare(question, question.usual[0] + off)
     spread = torch.randn(2, 700, device=DEVICE)
     question = asked(layernorm_of_little, spread)
     assert not accepts(question, question.usual[0] + 0.1)

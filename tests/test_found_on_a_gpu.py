@@ -418,6 +418,51 @@ def test_the_gradient_of_scores_is_rounded_before_its_matmul():
     refused(truth, with_fault(answer, 1, (1, 1, 0, 0), -0.0135498047 + 0.00555668397))
 
 
+def test_a_sum_of_scores_gradients_that_is_zero_may_be_off_by_their_rounding():
+    """All scores are 0 and all keys 1: dQ is scale times a sum of 64 dS, which are rounded to bf16 and cancel."""
+    call, given = found("attention_varlen")
+    q, k, v, *_, dout = (t.detach() for t in given)
+    rows, at, scale = slice(41, 105), (55, 2, 0), call.case["options"]["scale"]
+    assert not q.any()
+    assert (k == 1).all()
+    assert (dout == 1).all()
+    o = call.of(call.reference, given)[0]
+    o[rows] = v[rows].float().mean(0).bfloat16()
+    dp = (dout[rows].double() @ v[rows, 0].double().T).view(64, 3, 64)
+    delta = (dout[rows].double() * o[rows].double()).sum(-1, keepdim=True)
+    ds = (dp - delta) / 64
+
+    def dq_from(ds):
+        dq = truth.exact[1].bfloat16()
+        dq[rows] = (ds.bfloat16().double() @ k[rows, 0].double() * scale).bfloat16()
+        return dq
+
+    truth = call.truth(given, (o,))
+    assert truth.exact[1][at].item() == pytest.approx(4.78899228e-05, rel=1e-6)
+    dq, dk = dq_from(ds), truth.usual[2]
+    assert dq[at].item() == pytest.approx(-7.58171082e-05, rel=1e-8)  # on the H200
+    # All rows are alike: in all of them PyTorch is right by luck.
+    assert (ds == ds[0, 0]).all()
+    truth = replace(truth, usual=(truth.usual[0], truth.exact[1].bfloat16(), dk))
+    check.compare(truth, (o, dq, dk))
+    # It is 1.1 standard deviations of such a sum off. Seven are allowed, and three occur once in 400 sums.
+    off = dq[at].item() - truth.exact[1][at].item()
+    places = 2.0 ** (ds[14, 2].abs().log2().floor() - 7)
+    assert abs(off) / (scale * (places.square() / 12).sum().sqrt()) == pytest.approx(1.14, abs=0.01)
+    for times in (-5, 5):
+        check.compare(truth, with_fault((o, truth.usual[1], dk), 1, at, times * off))
+    for times in (-7, 7):
+        refused(truth, with_fault((o, truth.usual[1], dk), 1, at, times * off))
+    refused(truth, with_fault((o, dq, dk), 1, (40, 2, 0), off))  # a sequence of one key: its dS is 0
+    refused(truth, with_fault((o, dq, dk), 2, (60, 0, 5), off))  # all q are 0, and so is dK
+    # No key, no block of them and no delta may be forgotten. Nor may one be 1% off.
+    a_key_less, a_block_less = ds.clone(), ds.clone()
+    a_key_less[..., -1] = 0
+    a_block_less[..., 48:] = 0
+    for fault in (a_key_less, a_block_less, dp / 64, (dp - 1.01 * delta) / 64, (1.01 * dp - delta) / 64):
+        refused(truth, (o, dq_from(fault), dk))
+
+
 def test_quantised_zeros_keep_their_sign():
     """A remainder of +0 times 1 / scale, added to q = -0, is +0. With x and 1 / scale negated q stays -0."""
     call, (x,) = found("quantize")

@@ -38,6 +38,12 @@ def attention(dtype):
     return tensors, {"causal": False, "window": None, "scale": 32**-0.5, "softcap": None}
 
 
+def alike(dtype):
+    """All keys are 1 and all scores 0: a row of dQ is the sum of a row of dS, which is nearly 0."""
+    tensors, options = attention(dtype)
+    return tensors | {"q": tensors["q"] | {"values": "zeros"}, "k": tensors["k"] | {"values": "ones"}}, options
+
+
 def capped(dtype):
     """In fp16 PyTorch overflows: the gradient of the scores, times the softcap."""
     tensors, options = attention(dtype)
@@ -94,6 +100,20 @@ def a_key_less(right, given):
     return right(**given | {name: given[name][..., :-1, :] for name in ("k", "v")})
 
 
+def gradient_less(keys=0, delta=False):
+    """Attention right forwards; backwards dq lacks the last keys, or delta is forgotten."""
+
+    def fault(right, given):
+        q, k, v = (given[name].float() for name in ("q", "k", "v"))
+        n = k.shape[2] - keys
+        s = torch.cat((q @ k[:, :, :n].mT, q.detach() @ k[:, :, n:].mT), -1) * given["scale"]
+        lse = s.logsumexp(-1, keepdim=True)
+        o = torch.exp(s - (lse.detach() if delta else lse)) @ v
+        return o.to(given["q"].dtype)
+
+    return fault
+
+
 def a_cached_key_less(right, given):
     """The last key of the last sequence is not seen, or its value is that of the key before it."""
     if "cache_seqlens" in given:
@@ -132,10 +152,18 @@ FAULTS = {  # name: (operator, its call, direction, dtypes, the fault)
     "dq of a row": ("attention", attention, "backward", "both", lost("q", 2, 63, 64)),
     "dk 5% off": ("attention", attention, "backward", "float32", lost("k", 2, 0, 64, 0.05)),
     "dk 10% off": ("attention", attention, "backward", "bfloat16", lost("k", 2, 0, 64, 0.1)),
+    "dq lacks a key": ("attention", attention, "backward", "both", gradient_less(keys=1)),
+    "dq lacks a block of keys": ("attention", attention, "backward", "both", gradient_less(keys=16)),
+    "no delta": ("attention", attention, "backward", "both", gradient_less(delta=True)),
+    "dq 1% off": ("attention", attention, "backward", "float32", lost("q", 2, 0, 64, 0.01)),
+    "dq lacks a key, alike": ("attention", alike, "backward", "both", gradient_less(keys=1)),
+    "dq lacks a block of keys, alike": ("attention", alike, "backward", "both", gradient_less(keys=16)),
+    "no delta, alike": ("attention", alike, "backward", "both", gradient_less(delta=True)),
     "dk of a tile, capped": ("attention", capped, "backward", "float16", lost("k", 2, 0, 16)),
     "dk 5% off, capped": ("attention", capped, "backward", "float16", lost("k", 2, 0, 64, 0.05)),
     "dq of a row, capped": ("attention", capped, "backward", "float16", lost("q", 2, 63, 64)),
     "a sequence's key less": ("attention_varlen", varlen, "forward", "both", a_cached_key_less),
+    "dq 1% off in sequences": ("attention_varlen", varlen, "backward", "float32", lost("q", 0, 0, 72, 0.01)),
     "dk of a sequence's tile": ("attention_varlen", varlen, "backward", "both", lost("k", 0, 0, 16)),
     "a cached key less": ("attention_paged", paged, "forward", "both", a_cached_key_less),
     "dw 2% off": ("layer_norm", layer_norm, "backward", "float32", lost("weight", 0, 0, 64, 0.02)),

@@ -31,6 +31,7 @@ import torch
 MANY = 8  # one sample's largest movement, so many times, is more than any element's root mean square
 PART = 2**27  # elements compared at a time
 finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
+ALONE = 0  # samples: how far the rounding of a gradient's operands to 16 bits puts it by itself
 BETWEEN = 1.01  # what several known errors change, and a hundredth for one between two of them
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
@@ -47,6 +48,7 @@ class Truth:
     beside: tuple[Callable[..., Sequence[torch.Tensor]], ...] = ()  # it too, with a rounding error as large as it gets
     operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
     rounded: tuple[torch.dtype | None, ...] = ()  # by result: the dtype of 16 bits that it was rounded to on its way
+    operands_off: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference inside rounding.OperandsOff
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -60,10 +62,8 @@ class Truth:
                     args = [*map(_float64, self.args)]
                     found = rounding.moved(self.asked, args, self.exact, samples, self.operands, 1 / self.factor)
                     for other in self.beside:  # as far as this, and not FACTOR times as far
-                        pairs = zip(other(*args), self.exact, strict=True)
-                        apart = [(o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs]
                         share = BETWEEN / FACTOR[torch.float32]
-                        found = tuple(m.maximum(a * share) for m, a in zip(found, apart, strict=True))
+                        found = tuple(m.maximum(a * share) for m, a in zip(found, self._apart(other), strict=True))
                     for move, exact, dtype in zip(found, self.exact, self.rounded, strict=False):
                         if dtype is not None:  # by half of the last place, and not by a multiple of that
                             half = torch.finfo(dtype).eps / 2
@@ -72,6 +72,22 @@ class Truth:
                 found = None
             self._moves[samples] = found
         return self._moves[samples]
+
+    def off(self) -> tuple[torch.Tensor, ...] | None:
+        """How far the operands' rounding to 16 bits alone puts `exact`. No multiple of it, and no luck of samples."""
+        if self.operands_off is None:
+            return None
+        if ALONE not in self._moves:
+            try:
+                with torch.no_grad():
+                    self._moves[ALONE] = self._apart(self.operands_off)
+            except torch.OutOfMemoryError:
+                self._moves[ALONE] = None
+        return self._moves[ALONE]
+
+    def _apart(self, other: Callable[..., Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        pairs = zip(other(*map(_float64, self.args)), self.exact, strict=True)
+        return tuple((o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs)
 
 
 def tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -185,7 +201,8 @@ Floor = Callable[[int], torch.Tensor | None]  # samples -> how far each element 
 
 
 def _floor(truth: Truth, i: int, samples: int) -> torch.Tensor | None:
-    return None if (moved := truth.moved(samples)) is None else moved[i]
+    found = truth.off() if samples == ALONE else truth.moved(samples)
+    return None if found is None else found[i]
 
 
 def _compare_values(
@@ -227,6 +244,11 @@ def _compare_values(
                 break
             if samples > 1:
                 limit, wrong = allowed, wrong & ((error > allowed) | strange)
+        if bool((wrong & ~strange).any()) and (off := floor(ALONE)) is not None:
+            info = torch.finfo(got.dtype)  # the result is rounded, too
+            alone = torch.where(finite, BETWEEN * off + info.eps * exact.abs() + info.tiny, 0.0)
+            limit = torch.maximum(limit, alone)
+            wrong = wrong & ((error > limit) | strange)
     if bool(wrong.any()):
         first = _first(wrong)
         raise Rejected(

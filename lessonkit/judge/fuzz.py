@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from lessonkit.base.device import DEVICE
 from lessonkit.base.errors import Rejected
-from lessonkit.judge import check
+from lessonkit.judge import check, rounding
 
 import torch
 
@@ -87,6 +87,9 @@ class Question:
                 smaller errors, where the largest is not the one that changes most
     multiplied  the tensor in whose dtype all matmuls of the gradients are, where the others may be wider. A gradient
                 that is wider is rounded to it on its way
+    cancels     sums of the gradients' matmuls cancel, and what is left is the rounding of an operand to 16 bits. It may
+                be as large as rounding.OperandsOff says, also where PyTorch is right by luck in each row. That of
+                `rounding.moved` is a few samples': in some of many elements all of them are small
     """
 
     draw: Callable[[Draw], Drawn]
@@ -97,6 +100,7 @@ class Question:
     keeps: int | None = None
     beside: tuple[Callable[..., Any], ...] = ()
     multiplied: str = ""
+    cancels: bool = False
 
 
 @cache
@@ -388,7 +392,7 @@ class Call:
         self.wanted = case["wanted"] if backward else ()
         self.factor, self.reference = question.factor, question.reference
         self.keeps = question.keeps if self.wanted else None
-        self.beside, self.multiplied = question.beside, question.multiplied
+        self.beside, self.multiplied, self.cancels = question.beside, question.multiplied, question.cancels
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A gradient for each result, given by the case; none in a forward."""
@@ -432,10 +436,17 @@ class Call:
         first = len(wider) - len(self.wanted)  # of the gradients
         rounded = tuple(operands if w and i >= first else None for i, w in enumerate(wider)) if self.multiplied else ()
         beside = tuple(partial(self._of, f) for f in self.beside)
-        return replace(truth, beside=beside, operands=operands, rounded=rounded)
+        off = partial(self._operands_off, operands, answer) if operands and self.cancels else None
+        return replace(truth, beside=beside, operands=operands, rounded=rounded, operands_off=off)
 
     def _of(self, f: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, ...]:
         return self.of(f, given)
+
+    def _operands_off(
+        self, dtype: torch.dtype, answer: Sequence[torch.Tensor], *given: Any
+    ) -> tuple[torch.Tensor, ...]:
+        with rounding.OperandsOff(dtype):
+            return self._referred(answer, given)
 
     def _referred(self, answer: Sequence[torch.Tensor], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         if self.keeps is None or not answer:
