@@ -258,10 +258,11 @@ def two_products_kernel(q_ptr, k_ptr, v_ptr, z_ptr, n, stride, D_V: tl.constexpr
 def a_register_that_nothing_has_set():
     """ptxas can be wrong: of this kernel, which is right, version 12.8.93 makes code that multiplies by the wrong V.
 
-    Rows of an odd stride cannot be loaded asynchronously. So the tiles of K and V lie at one place of shared memory,
-    one after the other. wgmma finds a tile by a descriptor: its address, and in the upper half how its rows are laid
-    out. Rows of 32 bytes (16 columns of V) are laid out otherwise than K's rows of 128. ptxas makes V's descriptor from
-    a copy of the address, and loses the copy: the machine code adds to a register that nothing has written.
+    Rows of an odd stride cannot be loaded asynchronously. So the tiles of K and V use one place in shared memory, one
+    after the other. The instruction wgmma finds a tile by a descriptor of 64 bits. Its lower half is the address, its
+    upper half says how the rows are laid out. K's rows have 128 bytes. With 16 columns V's rows have 32, and another
+    layout. The assembler makes V's descriptor from a copy of the address, and loses the copy. So the machine code adds
+    to a register that nothing has written.
 
     Attention in course_ops read zeros for most of V there. No test had values of so few columns with such strides; a
     random case had. With a tile of 64 columns for V, of which 48 are masked, both layouts are the same.
@@ -326,9 +327,9 @@ def errors_arrive_late():
     return Table("late errors", table, "One kernel writes astray; who is blamed?")
 
 
-# The answers: a GPU reports the eighth by itself, and late. It reports the first only if the wrong address lies in no
-# allocation, and the same is true of the seventh. A CPU hides the fifth, since the interpreter's tl.dot is exact, the
-# seventh, which is in machine code alone, and the eighth, since a launch there returns when its kernel has run.
+# The answers: a GPU reports the eighth by itself, and late. It reports the first and the seventh only if the wrong
+# address lies in no allocation. A CPU hides three. The interpreter's tl.dot is exact, which hides the fifth. It runs no
+# machine code, which hides the seventh. A launch there returns when its kernel has run, which hides the eighth.
 LESSON = Steps(
     about=About(
         teaches="32-bit offsets, strides that empty_like keeps, allclose on tiny numbers, bf16 interpreted, TF32 "

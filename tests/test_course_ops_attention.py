@@ -12,6 +12,8 @@ from unittest import mock
 
 from lessonkit import device
 from lessonkit.base.files import environment
+from lessonkit.modes import compiled
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import course_ops
 from course_ops import testing
 from course_ops.attention import BACKWARD, FORWARD, Call, Gradient, visible_pairs
 from course_ops.kernels import (
+    attention_backward,
     attention_backward_hopper,
     attention_backward_wide_hopper,
     attention_decode,
@@ -674,3 +677,21 @@ def print_launches():
             rows = [compiled.inspect(what, kernel, launches.TARGET) for kernel in made]
             answers.append(answer | {"names": [row.kernel for row in rows], "spills": sum(row.spills for row in rows)})
     print(json.dumps(answers))
+
+
+def compile_fp32_gradients(D: int, window: int | None) -> list[tuple[str, int]]:
+    """(kernel, its spills) of the backward in fp32, for Hopper. In the process that compiles."""
+    q, out = (torch.empty(2, 4, 192, D, device="meta") for _ in range(2))
+    k, v = (torch.empty(2, 2, 192, D, device="meta") for _ in range(2))
+    with compiled.compiling(90) as made:
+        attention_backward.attention_backward(out, q, k, v, out, q[..., 0].contiguous(), True, window, 0.1)
+    return [(name, compiled.inspect("backward", kernel, 90).spills) for name, kernel in made.items()]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_gradients_in_fp32_stay_in_registers(D, window):
+    """FMAs are unrolled: in tiles that are too large each thread keeps kilobytes in local memory."""
+    found = dict(call_in_compiler("tests.test_course_ops_attention", "compile_fp32_gradients", D, window))
+    assert {"dq_kernel", "dkdv_kernel"} <= found.keys()
+    assert max(found.values()) <= 16, found

@@ -113,22 +113,20 @@ def watch(
     wanted: Sequence[Watch], folder: Path, seconds: float, workers: int, say: Callable[[str], None]
 ) -> list[str]:  # fmt: skip
     """Run them, so many at a time, until the seconds are over; what failed, in a line each. Too long is no failure."""
-    end, failed = time.monotonic() + seconds, list[str]()
+    end = time.monotonic() + seconds
 
-    def one(each: Watch) -> None:
+    def one(each: Watch) -> list[str]:
         began = time.monotonic()
         limit = min(end - began, seconds * ONE)
         if limit < 1:
-            return
+            return []
         faults = each.run(folder, limit)
         took = time.monotonic() - began
         say(f"{each}: {took:.0f} s" + ", not to its end" * (took >= limit))
-        failed.extend(faults if took < limit else [])
+        return faults if took < limit else []
 
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(one, each) for each in wanted]:
-            done.result()
-    return failed
+        return [fault for faults in pool.map(one, wanted) for fault in faults]
 
 
 def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:

@@ -298,13 +298,13 @@ ZERO, URZ = 256, 255
 def unset_registers(listing: str) -> list[str]:
     """The uniform registers that a function reads where some way leads that has not set them: ["UR34", ...].
 
-    There must be none. ptxas 12.8.93, which Triton 3.6 and 3.7 bring along, loses a copy in some kernels for Hopper:
-    two operands of wgmma lie at one place of shared memory (K, then V of attention, where neither is loaded ahead), and
-    the descriptor of the second, 64 bits, is made from a pair of registers that the copy should have written. wgmma
-    then reads from a garbage address.
+    There must be none. Triton 3.6 and 3.7 bring along ptxas 12.8.93, which loses a copy in some kernels for Hopper. Two
+    operands of wgmma use one place in shared memory there: attention's K, then V, where neither is loaded ahead. The
+    second one's descriptor is made from two registers that the copy should have written. So its address is garbage.
 
-    A register is not set where nothing has written it, or where a constant upper half is added to one that is not 0 (it
-    still has a value from before: `UIADD3.X UR15, UR15, -0x3ffffff0, ...`). A copy that is lost elsewhere is not found.
+    A register is not set where nothing has written it. It is not set either where a constant upper half is added to one
+    that is not 0: that is a value from before (`UIADD3.X UR15, UR15, -0x3ffffff0, ...`). Other lost copies are not
+    found.
 
     listing: nvdisasm's lines of a function for sm_90; tcgen05 writes registers in ways that are not known here. Calls
     are taken to set all registers, as some give a result in one. A jump to an address in a register may lead to
