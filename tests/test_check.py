@@ -4,7 +4,7 @@ import dataclasses
 
 from lessonkit import DEVICE, Lesson, Work, budget, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
-from lessonkit.judge import check, rounding, verify
+from lessonkit.judge import check, products, verify
 from lessonkit.lesson import Grad
 
 import pytest
@@ -373,7 +373,7 @@ def test_operands_in_16_bits_move_a_gradient_less_far_than_is_allowed(n, dtype):
         a, w = torch.zeros(3000, 8, dtype=torch.float64, requires_grad=True), b.clone().requires_grad_()
         return torch.autograd.grad(a @ w, (a, w), dy)
 
-    with rounding.OperandsOff(dtype):
+    with products.OperandsOff(dtype):
         allowed = gradients(up)
         none = gradients(up.to(dtype).double())
     for right, off, rounded in zip(gradients(up), allowed, gradients(up.to(dtype).double()), strict=True):

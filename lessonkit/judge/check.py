@@ -48,7 +48,7 @@ class Truth:
     beside: tuple[Callable[..., Sequence[torch.Tensor]], ...] = ()  # it too, with a rounding error as large as it gets
     operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
     rounded: tuple[torch.dtype | None, ...] = ()  # by result: the dtype of 16 bits that it was rounded to on its way
-    operands_off: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference inside rounding.OperandsOff
+    operands_off: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference inside products.OperandsOff
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from lessonkit.base.device import DEVICE
 from lessonkit.base.errors import Rejected
-from lessonkit.judge import check, rounding
+from lessonkit.judge import check, products
 
 import torch
 
@@ -88,7 +88,7 @@ class Question:
     multiplied  the tensor in whose dtype all matmuls of the gradients are, where the others may be wider. A gradient
                 that is wider is rounded to it on its way
     cancels     sums of the gradients' matmuls cancel, and what is left is the rounding of an operand to 16 bits. It may
-                be as large as rounding.OperandsOff says, also where PyTorch is right by luck in each row. That of
+                be as large as products.OperandsOff says, also where PyTorch is right by luck in each row. That of
                 `rounding.moved` is a few samples': in some of many elements all of them are small
     """
 
@@ -445,7 +445,7 @@ class Call:
     def _operands_off(
         self, dtype: torch.dtype, answer: Sequence[torch.Tensor], *given: Any
     ) -> tuple[torch.Tensor, ...]:
-        with rounding.OperandsOff(dtype):
+        with products.OperandsOff(dtype):
             return self._referred(answer, given)
 
     def _referred(self, answer: Sequence[torch.Tensor], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
