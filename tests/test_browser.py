@@ -317,6 +317,20 @@ def test_an_operator_has_its_whole_ladder_and_its_peers(tab, book):
     assert here <= shown
     assert {row.kind for row in found if row.rung in shown} >= {"rung", "peer"}
 
+    peers = [node for node in tab.query_selector_all("rect.mark") if "--chart-4" in node.get_attribute("fill")]
+    named = [node.get_attribute("aria-label").split(",")[0] for node in peers]
+    assert len(named) == len(set(named)) > 1  # a peer that several lessons timed has one column
+
+
+def test_a_drawing_in_text_fits_the_page(tab, book):
+    """At the width of a laptop no drawing of a lesson scrolls."""
+    tab.set_viewport_size({"width": 1280, "height": 800})
+    tab.goto((book / "en" / f"{SOFTMAX}.html").as_uri())
+    beyond = "nodes => nodes.map(node => node.scrollWidth - node.clientWidth)"
+    pixels = tab.eval_on_selector_all(".highlight-text pre", beyond)
+    assert pixels
+    assert max(pixels) <= 1
+
 
 def test_the_roofline_takes_the_readers_own_gpu(tab, book):
     for language in LANGUAGES:

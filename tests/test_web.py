@@ -108,6 +108,29 @@ def test_numbers_that_count_up_are_a_list():
     assert prose.markdown("2. is no list\nof items") == "2\\. is no list of items\n"
 
 
+def test_a_comment_between_dashes_is_a_heading():
+    said = "---- 1. Out of bounds ------------\nA read is one too far.\n---- Launch ----\n"
+    assert prose.markdown(said) == "## 1\\. Out of bounds\n\nA read is one too far.\n\n## Launch\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "title", "rest"),
+    [
+        ("A title\n=======\nText.", "A title", "Text."),
+        ("Lazy rescaling.\n\nText.", "Lazy rescaling", "Text."),
+        ("懒缩放。\n\n正文。", "懒缩放", "正文。"),
+        ("A paragraph that goes\non. Text.", "", "A paragraph that goes\non. Text."),
+    ],
+)
+def test_a_page_has_its_title_once(said, title, rest):
+    assert prose.title(said) == (title, rest)
+
+
+def test_a_file_without_a_title_is_named_by_its_first_sentence():
+    assert prose.sentence("Rung 7: launch. The programs\nwait.") == "Rung 7: launch"
+    assert prose.sentence("第 7 级：启动。程序等待。") == "第 7 级：启动"
+
+
 def test_chinese_in_a_drawing_takes_two_columns():
     drawing = (
         '<div class="highlight-text notranslate"><div class="highlight"><pre><span></span>单元  a</pre></div></div>'

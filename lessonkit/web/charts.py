@@ -26,9 +26,17 @@ def of_lesson(lesson: Lesson, name: str, folders: Iterable[Path]) -> dict[str, A
 
 def of_operator(lessons: Sequence[tuple[str, Lesson, Sequence[Row]]], device: str) -> dict[str, Any] | None:
     """The rows of all lessons of an operator on one GPU."""
-    everything = [row for _, _, found in lessons for row in found if rows.ELSEWHERE not in row.rung]
+    everything = _peers_last([row for _, _, found in lessons for row in found if rows.ELSEWHERE not in row.rung])
     said = [(lesson, found) for _, lesson, found in lessons] if device == rows.MACHINE else []
     return _chart({device: everything}, said)
+
+
+def _peers_last(found: Sequence[Row]) -> list[Row]:
+    """Rungs in the order of their lessons, then each peer once at a shape: its fastest row of all lessons."""
+    fastest = dict[tuple[str, str, str], Row]()
+    for row in sorted((row for row in found if row.kind != "rung"), key=lambda row: row.ms_p50):
+        fastest.setdefault((row.rung, row.shape, row.dtype), row)
+    return [row for row in found if row.kind == "rung"] + list(fastest.values())
 
 
 def _declared(lesson: Lesson, found: Sequence[Row]) -> list[Row]:

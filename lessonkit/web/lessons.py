@@ -81,7 +81,7 @@ class Page:
             if i == 0:
                 title, words = prose.title(words)
                 said += (
-                    self._head(title, path) if top else [self._heading(title or words.split("\n")[0], path, wrapper)]
+                    self._head(title, path) if top else [self._heading(title or prose.sentence(words), path, wrapper)]
                 )
             if found := prose.rung(words):
                 if number:

@@ -24,6 +24,7 @@ _HEAD = re.compile(
     r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU|"
     r"(?:学完|你将|你?需要[:：]|运行|检查|计时)"
 )
+_SECTION = re.compile(r"-{4} (?P<title>\S.*?) -{4,}")
 _BULLET = re.compile(r" {0,3}[-*] +(?=\S)")
 _NUMBER = re.compile(r"(?P<number>\d{1,2})[.)] +(?=\S)")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
@@ -82,11 +83,19 @@ def rung(said: str) -> tuple[str, str, str] | None:
 
 
 def title(said: str) -> tuple[str, str]:
-    """(title, the rest) of prose that begins with an underlined title."""
-    lines = said.splitlines()
-    if len(lines) > 1 and re.fullmatch(r"[=-]{3,}", lines[1].strip()):
-        return lines[0].strip(), "\n".join(lines[2:]).strip("\n")
+    """(title, the rest) of prose that begins with an underlined title, or with a sentence in a paragraph of its own."""
+    first, _, rest = said.partition("\n")
+    under, _, below = rest.partition("\n")
+    if re.fullmatch(r"[=-]{3,}", under.strip()):
+        return first.strip(), below.strip("\n")
+    if not under.strip():
+        return first.strip().rstrip(".。"), below.strip("\n")
     return "", said
+
+
+def sentence(said: str) -> str:
+    """The first sentence, without its stop."""
+    return re.split(r"\.\s|[.。]$|。", normal(unwrapped(said.split("\n\n")[0])), maxsplit=1)[0]
 
 
 def escaped(text: str) -> str:
@@ -115,7 +124,10 @@ def _blocks(lines: list[str]) -> Iterator[str]:
             at += 1
             continue
         begin = at
-        if _BULLET.match(line):
+        if section := _SECTION.fullmatch(line):
+            at += 1
+            yield f"## {escaped(section['title'])}"
+        elif _BULLET.match(line):
             items = list[str]()
             while at < len(lines) and (_BULLET.match(lines[at]) or (lines[at].startswith("  ") and lines[at].strip())):
                 if bullet := _BULLET.match(lines[at]):
@@ -146,7 +158,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
             at += 1
             while at < len(lines) and lines[at].strip() and not (
                 _apart(lines[at]) or _labelled(lines[at]) or _BULLET.match(lines[at]) or _HEAD.match(lines[at])
-                or re.fullmatch(r"[=~-]{3,}", lines[at].strip())
+                or re.fullmatch(r"[=~-]{3,}", lines[at].strip()) or _SECTION.fullmatch(lines[at])
             ):  # fmt: skip
                 at += 1
             for said in _PREDICTED.split(unwrapped("\n".join(each.strip() for each in lines[begin:at]))):

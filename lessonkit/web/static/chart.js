@@ -5,6 +5,7 @@
   const W = 760, H = 380, LEFT = 64, RIGHT = 16, TOP = 14, BOTTOM = 50;
   const CROWD = 12; // contenders
   const NAME = 110; // the width of a roof's name
+  const RUNG = 0, PEER = 4; // colours
 
   const make = (tag, attributes, parent, text) => {
     const node = document.createElementNS(NS, tag);
@@ -143,9 +144,9 @@
       svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
       const all = rowsOf(state.device).filter((r) => r.dtype === state.dtype && (!state.shape || r.shape === state.shape) && value(r) > 0);
       const names = [...new Set(rowsOf(state.device).map((r) => r.rung))];
-      const rows = all.filter((r) => !hidden.has(r.rung));
+      const rows = all.filter((r) => state.shape || !hidden.has(r.rung)); // only lines are hidden
       legend.replaceChildren();
-      names.forEach((name, nth) => {
+      if (!state.shape) names.forEach((name, nth) => {
         if (!all.some((r) => r.rung === name)) return;
         const item = html("li", {}, legend);
         const button = html("button", { type: "button" }, item);
@@ -163,7 +164,7 @@
         return p ? p.ms.map((ms) => (state.y === "ms" ? ms : (value(row) * row.ms_p50) / ms)) : [];
       };
       const y = scale(rows.flatMap((r) => [value(r), ...predicted(r)]), state.logy, H - BOTTOM, TOP);
-      if (state.shape) return bars(rows, names, y, unit, predicted);
+      if (state.shape) return bars(rows, y, unit, predicted);
       const x = scale(rows.map((r) => r.bytes / 1e6), state.logx, LEFT, W - RIGHT);
       svg.setAttribute("aria-label", `${unit}; ${words.bytes}`);
       frame(svg, x, y, words.bytes, unit);
@@ -180,14 +181,14 @@
       }));
     };
 
-    // One shape: a column for each contender, in the order of the lesson.
-    const bars = (rows, names, y, unit, predicted) => {
+    // One shape: a column with its name for each contender, in the order of the lesson; peers and limits are grey.
+    const bars = (rows, y, unit, predicted) => {
       svg.setAttribute("aria-label", `${unit}; ${state.shape}`);
       const step = (W - LEFT - RIGHT) / rows.length, slanted = rows.length > CROWD;
       svg.setAttribute("viewBox", `0 0 ${W} ${H + (slanted ? 70 : 0)}`);
       frame(svg, { at: () => 0, ticks: [] }, y, slanted ? "" : state.shape, unit);
       rows.forEach((row, i) => {
-        const nth = names.indexOf(row.rung), at = LEFT + step * (i + 0.5), top = y.at(value(row));
+        const nth = row.kind === "rung" ? RUNG : PEER, at = LEFT + step * (i + 0.5), top = y.at(value(row));
         const bar = make("rect", { x: at - step * 0.36, width: step * 0.72, y: top, height: Math.max(1, H - BOTTOM - top), fill: colour(nth), class: "mark", tabindex: 0, role: "img", "aria-label": describe(row) }, svg);
         for (const event of ["mouseenter", "focus", "click"]) bar.addEventListener(event, () => { readout.textContent = describe(row); });
         for (const p of predicted(row)) make("line", { x1: at - step * 0.45, x2: at + step * 0.45, y1: y.at(p), y2: y.at(p), class: "predicted", stroke: "currentColor" }, svg);

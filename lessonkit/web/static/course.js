@@ -66,6 +66,22 @@ window.course = (() => {
   });
   addEventListener("afterprint", () => closed.forEach((fold) => { fold.open = false; }));
 
+  // A drawing in text is made smaller until it fits, as long as it can be read. Then it scrolls.
+  const LEGIBLE = 9.5; // pixels
+  const drawings = [...article.querySelectorAll(".highlight-text pre")];
+  const fit = () => {
+    drawings.forEach((pre) => { pre.style.fontSize = ""; });
+    const sizes = drawings.map((pre) => {
+      const style = getComputedStyle(pre), edges = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+      const share = pre.clientWidth > edges ? (pre.clientWidth - edges) / (pre.scrollWidth - edges) : 1; // 1 in a fold
+      return share < 1 ? Math.max(LEGIBLE, parseFloat(style.fontSize) * share) : 0;
+    });
+    drawings.forEach((pre, i) => { if (sizes[i]) pre.style.fontSize = `${sizes[i]}px`; });
+  };
+  fit();
+  addEventListener("resize", fit);
+  article.addEventListener("toggle", fit, true); // what stands in a fold has no width before it is open
+
   // What scrolls sideways is reached by the keyboard.
   for (const region of article.querySelectorAll("div.highlight pre, .table-wrapper, .chart-scroll")) region.tabIndex = 0;
 
