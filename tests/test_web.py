@@ -82,6 +82,12 @@ def test_drawings_lists_labels_and_predictions_keep_their_form():
     )
 
 
+def test_a_prediction_keeps_the_table_that_it_announces():
+    said = "Predicted in ms:\n\n    a   1\n    b   2\n\nText."
+    table = "```text\na   1\nb   2\n```"
+    assert prose.markdown(said) == (f"::::{{container}} prediction\nPredicted in ms:\n\n{table}\n::::\n\nText.\n")
+
+
 def test_a_label_is_one_in_chinese_and_below_a_long_command():
     said = "编译：    nvcc -o a\n          a.cu\n无 GPU：  python a.py   （模拟运行）\n"
     assert prose.markdown(said) == (

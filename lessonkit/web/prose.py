@@ -113,7 +113,13 @@ def escaped(text: str) -> str:
 
 def markdown(said: str) -> str:
     """The prose of a comment or docstring as MyST."""
-    return "\n\n".join(_blocks(said.splitlines())) + "\n"
+    blocks = list[str]()
+    for block in _blocks(said.splitlines()):
+        if block.startswith("```") and blocks and re.search(r"[:：]\n::::$", blocks[-1]):
+            blocks[-1] = f"{blocks[-1].removesuffix('::::')}\n{block}\n::::"  # the table that a prediction announces
+        else:
+            blocks.append(block)
+    return "\n\n".join(blocks) + "\n"
 
 
 def _blocks(lines: list[str]) -> Iterator[str]:
