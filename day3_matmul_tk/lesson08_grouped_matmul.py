@@ -108,8 +108,9 @@ def zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E):
 # Rung 1. The groups are one more axis of the grid. The host knows only that no group has more than T rows. So the grid
 # is T rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times
 # as many programs start as have work. An empty one takes 200 to 400 cycles, and two run on an SM at a time.
-# For 8192 tokens and 8 experts that is 57,344 programs, up to 3% of the time. With 6% of padding, lesson 1's 490 TFLOP/s for
-# 128 x 128 become 450. For 32768 tokens and 128 experts it is 196,608 programs, 0.08 to 0.17 ms beside 0.15 ms of work.
+# For 8192 tokens and 8 experts that is 57,344 programs, up to 3% of the time. With 6% of padding, lesson 1's 490
+# TFLOP/s for 128 x 128 become 450. For 32768 tokens and 128 experts it is 196,608 programs, 0.08 to 0.17 ms beside 0.15
+# ms of work.
 @triton.jit
 def batched_kernel(
     x_ptr, w_ptr, offsets_ptr, y_ptr,  # [T, K], [E, K, N], [E + 1]: rows offsets[e] to offsets[e + 1] are e's; [T, N]
