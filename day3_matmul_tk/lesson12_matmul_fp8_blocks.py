@@ -32,6 +32,9 @@ since a consumer that waits for the tensor cores falls behind:
     128 x 256, two   128 + 64: the MMA comes in halves      48 KB           1024   1260    81%
     192 x 128, three 64 + 64 of 160                         40 KB           768    1050    73%, no pause between MMAs
 
+At the peak a step takes its MMA's cycles and no more. The page in reports/ takes cuBLAS's fp8 rate at a size of 8192
+for the peak.
+
 The launcher takes the tile for which the busiest SM computes the smallest area of C: rounds of the grid times the
 tile's area. At equal areas it takes 128 x 256. So the launcher takes the wide tile where it needs at most half the
 rounds of 128 x 128, and at most three quarters of those of 192 x 128. The smallest such C on 132 SMs has one row of
