@@ -125,8 +125,9 @@ def layernorm_backward_atomic(dy, x, w, mean, rstd):
 #     program 0    rows 0, 264, 528, ...    -> partial_dw[0, :], partial_db[0, :]  --+
 #     program 1    rows 1, 265, 529, ...    -> partial_dw[1, :], partial_db[1, :]  --+--> dw, db
 #
-# With so few programs, no other one loads while this one computes. So each program loads its next rows before it works
-# on the present ones. Both sums of a row are one reduction, so the warps wait for each other once per row.
+# With two programs on an SM, few loads are in flight while one of them computes. So each program loads its next rows
+# before it works on the present ones. Both sums of a row are one reduction, so the warps wait for each other once per
+# row.
 # Predicted: 3MN elements, the speed of a copy. At N = 4096 the partial sums of 264 programs are 8.7 MB, which L2 holds.
 @triton.jit
 def layernorm_backward_kernel(
@@ -279,8 +280,8 @@ LESSON = Lesson(
             rung=layernorm_backward_naive,
             at={"M": 4096, "N": 4096},
             percent_of_limit=60,
-            why="The 64 programs for dw and db leave half of the SMs idle, and each has one tile of 8 KB in flight. "
-            "That is 0.5 MB in all, where Little's law asks for 3.4 MB.",
+            why="The 64 programs for dw and db leave half of the SMs idle. Each has one tile of dy and one of x in "
+            "flight, 8 KB together. That is 0.5 MB in all, where Little's law asks for 3.4 MB.",
         ),
         Prediction(
             rung=layernorm_backward_atomic,

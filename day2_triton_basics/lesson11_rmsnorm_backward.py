@@ -226,8 +226,8 @@ LESSON = Lesson(
             rung=two_reads,
             at={"M": 4096, "N": 4096},
             percent_of_limit=60,
-            why="The 64 programs for dw leave half of the SMs idle, and each has one tile of 8 KB in flight. That is "
-            "0.5 MB in all, where Little's law asks for 3.4 MB.",
+            why="The 64 programs for dw leave half of the SMs idle. Each has one tile of dy and one of x in flight, "
+            "8 KB together. That is 0.5 MB in all, where Little's law asks for 3.4 MB.",
         ),
         Prediction(
             rung=atomics,

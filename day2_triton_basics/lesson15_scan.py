@@ -32,7 +32,8 @@ from problems.scan import PROBLEM, inputs, reference
 
 
 # Rung 1. One program takes a block at a time. A register carries the sum of all blocks before it. tl.cumsum scans
-# inside the block in log2(BLOCK) steps. Sums are fp32 for 16-bit x too.
+# inside the block: each thread its own elements, then lanes by shuffles, then warps through shared memory. Sums are
+# fp32 for 16-bit x too.
 # Predicted: the least bytes, at the speed of one of 132 SMs.
 @triton.jit
 def scan_sequential_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # [n] each

@@ -91,8 +91,8 @@ def softmax_row(x):
 #
 # x - m comes before the scaling by log2(e), because the difference is exact. x log2(e) is off by 0.00006 at x = 1000.
 # Predicted: 2MN at the speed of a copy, at both ends. It is faster at 256 columns, where a program of rung 1 has too
-# little work, and from 12,672 on, where too few loads are in flight. In between nothing changes. The second exponential
-# costs less than that wait.
+# little work, and from 12,672 on, where too few loads are in flight. In between nothing changes: the second exponential
+# of each element is computed while other programs on the SM load.
 @triton.jit
 def softmax_packed_kernel(x_ptr, y_ptr, M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -16,7 +16,7 @@ multiply-adds:
 
 A Hopper SM does 2048 multiply-adds per cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes per cycle, 39
 each. So the load takes longer: L2 is the limit, and a larger tile asks less of it. Predicted: 61% of the tensor cores'
-peak for tiles of 128 x 128, and 81% for 128 x 256.
+peak for tiles of 128 x 128, and 81% for 128 x 256. For the peak we take 800 TFLOP/s, about what cuBLAS sustains.
 
 New words (GLOSSARY.md): wave, FLOP, arithmetic intensity, autotuning, tensor core, MMA, accumulator.
 You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
@@ -106,9 +106,10 @@ def tiles(a, b):
 #
 # From L2: the same bytes. From HBM, at 8192: (8 + 33) * 128 rows and columns of 8192 elements for each wave of 264
 # tiles, 86 MB instead of 143. The 15.5 waves read 1.3 GB instead of 2.2 GB. At 4.2 TB/s that saves at most 0.21 ms of
-# rung 1's 2.2 to 4.1 ms.
-# Predicted: no gain where rung 1's waits for HBM overlap with MMAs of the other program, 1.2 times where they do not.
-# That counted 132 tiles at a time; for 264 it is 1.1.
+# rung 1's 2.2 to 4.1 ms, so 1.1 times. If only one program fits on an SM, a wave is 132 tiles. Then 1.6 GB instead of
+# 4.3 GB save up to 0.64 ms of 3.0 to 4.1 ms: 1.2 times.
+# Predicted: no gain where rung 1's waits for HBM overlap with MMAs of the other program, up to 1.2 times where they do
+# not.
 @triton.jit
 def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """The tile (row, column) that a program computes."""
@@ -253,14 +254,16 @@ LESSON = Lesson(
             rung=pipelined,
             at=LARGE,
             tflop_per_s=490,
-            why="A step takes less than the table's 840 cycles, so L2 gives an SM more than the 39 bytes per cycle "
-            "that the table allows.",
+            why="There are two possible causes, and the rows, which record no clock, cannot tell them apart. 490 takes "
+            "800 TFLOP/s for the peak, the tensor cores' rate at 1.48 GHz. Below its power limit an H200 runs at up to "
+            "1.98 GHz, where 840 cycles per step are 653 TFLOP/s. Or L2 gives an SM more than 39 bytes per cycle.",
         ),
         Prediction(
             rung=autotuned,
             at=LARGE,
             tflop_per_s=650,
-            why="As above: L2 gives more than the table allows, so the tensor cores are the limit.",
+            why="As for `pipelined`: at 1.98 GHz 81% of the peak are 870 TFLOP/s. That is more than cuBLAS reaches at "
+            "the power limit, so the tensor cores and their power are the limit.",
         ),
     ),
     checks=(

@@ -10,9 +10,9 @@ things to choose:
 - What to save? gelu' needs z, and z cannot be computed from y, since GELU is not monotone. Saving z costs the forward
   one pass, 167/K of a matmul, and MN elements of memory. Recomputing it costs a matmul. At K = 4096 that is 4% against
   100%, so z is saved, unless memory is short.
-- Where to compute dz? In the loads of both matmuls there is no tensor dz. But the slope is computed again for each of
-  the K/128 tiles that use an element of it, and two operands come from L2 instead of one. A kernel of its own reads dy
-  and z and writes dz: 3 passes, 6% of the matmuls at K = 4096.
+- Where to compute dz? If both matmuls compute it from dy and z while they load, dz is never written. But an element is
+  computed again for each of the K/128 tiles that use it, and two operands come from L2 instead of one. A kernel of its
+  own reads dy and z and writes dz: 3 passes, 6% of the matmuls at K = 4096.
 
 A third place is the best: the kernel that computes dy. In an MLP that is the matmul dout W2. There dz is an epilogue
 and costs one pass, over z. That needs both layers in one operator, as in fused MLPs.

@@ -10,9 +10,10 @@ outlier costs less accuracy. But the matmul has more to do, since it must multip
     blockwise   [M, K/128]                     [K/128, N/128]                          every 128 of K
 
 Predicted against bf16: an SM's tensor cores do 4096 multiply-adds per cycle instead of 2048, and an element is one
-byte. So a step takes half the time, to load and to multiply: twice the speed, 1400 TFLOP/s, if the power limit allows
-it. The balance with L2 does not change: tiles of 128 x 256 need 48 bytes per cycle for each SM, and L2 gives 39 (lesson
-1), 81% of the peak. B must be stored as [N, K]: wgmma can read 16-bit tiles transposed, but not 8-bit ones.
+byte. So a step takes half the time, to load and to multiply: twice the speed, 1400 TFLOP/s where bf16 has 700 (lesson
+4), if the power limit allows it. The balance with L2 does not change: tiles of 128 x 256 need 48 bytes per cycle for
+each SM, and L2 gives 39 (lesson 1), 81% of the peak. B must be stored as [N, K]: wgmma can read 16-bit tiles
+transposed, but not 8-bit ones.
 
 You will learn: what a scale may depend on, how tensor cores accumulate, and how promotion restores the lost digits.
 Run it:    python3 course.py run lesson06_matmul_fp8
@@ -137,7 +138,7 @@ def _launch(a, b, scale_a, scale_b, schemes, promote=False):
 # Rung 5. New: a persistent kernel, TMA, C in halves (lesson 2), and tiles of 128 x 256 where there are enough of them.
 # A row of a tile is 128 bytes again, now 128 elements, so a stage holds twice the K of bf16. Block scales stay with
 # rung 4's kernel: this one has no registers for a second accumulator of 128 x 256.
-# Predicted: lesson 2's gain, 81% of the peak instead of 61%, 1.33 times rung 1.
+# Predicted: lesson 2's gain: 81% of the peak for 128 x 256, where 128 x 128 has 61%. That is 1.33 times rung 1.
 @triton.jit
 def fp8_persistent_kernel(
     a_desc, b_desc, scale_a_ptr, scale_b_ptr, c_desc, M, N, K, stride_am, stride_bn,

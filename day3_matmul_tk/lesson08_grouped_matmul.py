@@ -107,9 +107,10 @@ def zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E):
 
 # Rung 1. The groups are one more axis of the grid. The host knows only that no group has more than T rows. So the grid
 # is T rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times
-# as many programs start as have work, 200 to 400 cycles of an SM each.
-# For 8192 tokens and 8 experts that is 57,344 programs, 3% of the time. With 6% of padding, lesson 1's 490 TFLOP/s for
-# 128 x 128 become 450. For 32768 tokens and 128 experts it is 196,608 programs, 0.08 to 0.17 ms beside 0.15 ms of work.
+# as many programs start as have work. An empty one takes 200 to 400 cycles, and two run on an SM at a time.
+# For 8192 tokens and 8 experts that is 57,344 programs, up to 3% of the time. With 6% of padding, lesson 1's 490
+# TFLOP/s for 128 x 128 become 450. For 32768 tokens and 128 experts it is 196,608 programs, 0.08 to 0.17 ms beside 0.15
+# ms of work.
 @triton.jit
 def batched_kernel(
     x_ptr, w_ptr, offsets_ptr, y_ptr,  # [T, K], [E, K, N], [E + 1]: rows offsets[e] to offsets[e + 1] are e's; [T, N]
@@ -299,7 +300,8 @@ LESSON = Lesson(
             rung=batched,
             at=EIGHT,
             tflop_per_s=450,
-            why="As in lesson 1: L2 gives an SM more than the 39 bytes per cycle behind the 490 TFLOP/s.",
+            why="As in lesson 1, whose 490 TFLOP/s it takes: the clock is higher than 1.48 GHz, or L2 gives an SM more "
+            "than 39 bytes per cycle.",
         ),
         Prediction(
             rung=grouped, at={"T": 32768, "E": 128, "K": 2048, "N": 768}, times=(1.5, 2.1), over=batched

@@ -5,7 +5,7 @@ the step before has ended, so the tensor cores always have work queued. A stage 
 
     TMA             0000 1111 2222 3333 4444 5555 6666    7777           a digit is a step
     tensor cores         0000000011111111222222223333333344444444
-    warps                i0  i1.......i2......i3......i4                 i = issue; . = wait for the MMA before
+    warps                i0  i1..i2......i3......i4......                i = issue; . = wait for the MMA before
 
 Predicted: MMAs follow each other, 1024 cycles per step, or 1260 when all SMs load from L2 at the same time. A tile's
 two ends remain: 1500 cycles to fill the ring and 3000 to write C, 5% to 7% at K = 4096.

@@ -12,7 +12,8 @@ from lessonkit.pictures.registry import caption, picture
 
 INSIDE = WIDTH - 2 * MARGIN
 DAY2 = "day2_triton_basics"
-LOOK_BACK = later("Tiles take their number from the order in which they start, so the ones before have started, too.")
+BY_TICKET = later("Tiles take their number from the order in which they start, so the ones before have started, too.")
+BY_ID = later("A tile's number is its program's id. GPUs start programs in order of ids: those before have started.")
 
 
 @picture(
@@ -150,7 +151,6 @@ EXAMPLE = (1.0, 3.0, 2.0, 5.0, 4.0, 2.0)
 )
 def online_softmax(c: Canvas, lesson: str) -> None:
     rung = "cross_entropy_online" if "cross_entropy" in lesson else "softmax_online"
-    block = number(f"{lesson.replace('.', '/')}.py", "block", inside=rung, N=1 << 20, V=1 << 20)
     each = 2
     steps = models.online_softmax(EXAMPLE, each)
     left, cell = 70, (WIDTH - MARGIN - 70) / len(steps)
@@ -169,11 +169,14 @@ def online_softmax(c: Canvas, lesson: str) -> None:
     for line, name in enumerate(("alpha", "m", "s")):
         c.text(MARGIN, top + 59 + line * 28, name)
     c.y = top + 134
+    if rung == "cross_entropy_online":
+        return caption(c, "alpha = exp(m - m_new), s_new = alpha s + sum(exp(block - m_new)). In {rung} each lane "
+                       "keeps an m and an s of its own, and its block is one element.", rung=rung)  # fmt: skip
     caption(
         c,
         "alpha = exp(m - m_new), s_new = alpha s + sum(exp(block - m_new)). Here a block has {each} "
         "elements, in {rung} up to {block}.",
-        each=each, rung=rung, block=block,
+        each=each, rung=rung, block=number(f"{lesson.replace('.', '/')}.py", "block", inside=rung, N=1 << 20),
     )  # fmt: skip
 
 
@@ -271,18 +274,19 @@ def argmax_word(c: Canvas, lesson: str) -> None:
 
 
 @picture(
-    "Gradients of w and b: a partial sum per program, then a sum over programs",
-    "x and dy are read row by row. Each program walks over rows and keeps sums for dw and db in registers. It writes "
+    "Gradients of the weights: a partial sum per program, then a sum over programs",
+    "x and dy are read row by row. Each program walks over rows and keeps the weights' sums in registers. It writes "
     "one row of partial sums. A second kernel adds the partial sums down each column in a fixed order.",
 )
 def partial_gradients(c: Canvas, lesson: str) -> None:
+    layernorm = "layernorm" in lesson  # which has db as well
     programs, rows, top = 3, 6, c.y + 14
     wide = 118
     c.text(MARGIN + wide / 2, c.y + 6, "dy, x [M, N]", 10, "middle")
     kinds = "abd"
     for r in range(rows):
         c.box(MARGIN, top + r * 18, wide, 16, kinds[r % programs], say("program {p}", p=r % programs), 10)
-    c.text(MARGIN + 240, c.y + 6, "partial_dw, partial_db [P, N]", 10, "middle")
+    c.text(MARGIN + 240, c.y + 6, "partial_dw, partial_db [P, N]" if layernorm else "shares [P, N]", 10, "middle")
     for p in range(programs):
         y = top + 8 + p * 34
         c.box(MARGIN + 176, y, 140, 18, kinds[p], "")
@@ -291,11 +295,11 @@ def partial_gradients(c: Canvas, lesson: str) -> None:
     column = MARGIN + 176 + 52
     c.box(column, top + 4, 30, 34 * programs - 6, "none")
     c.arrow(column + 15, top + 34 * programs + 2, column + 15, top + 34 * programs + 22)
-    c.box(column - 18, top + 34 * programs + 22, 66, 20, "c", "dw, db [N]", 10)
+    c.box(column - 18, top + 34 * programs + 22, 66, 20, "c", "dw, db [N]" if layernorm else "dw [N]", 10)
     c.y = top + 34 * programs + 50
-    if "lesson09" not in lesson:
-        return caption(c, "A program takes every P-th row and keeps its sums in registers. The second kernel adds the "
-                       "programs' rows, always in the same order.")  # fmt: skip
+    if not layernorm:
+        return caption(c, "A program takes every P-th tile of rows and keeps its sums in registers. The second kernel "
+                       "adds the programs' rows, always in the same order.")  # fmt: skip
     path = f"{DAY2}/lesson09_layernorm_backward.py"
     down = number(path, "BLOCK_P", inside="_add_partials")
     across = number(path, "BLOCK_N", inside="_add_partials")
@@ -335,11 +339,11 @@ def look_back(c: Canvas, lesson: str) -> None:
     if "onesweep" in lesson:
         bins = 1 << number("cuda_src/include/radix_keys.cuh", "DIGIT_BITS")
         caption(c, "A tile looks back {bins} times side by side, once for each digit.", bins=bins)
-        return caption(c, LOOK_BACK)
+        return caption(c, BY_TICKET)
     path = f"{DAY2}/lesson15_scan.py" if "lesson15" in lesson else "cuda_src/09_scan_one_pass.cu"
     tile = number(path, "TILE") if "lesson15" in lesson else 4 * number(path, "THREADS") * number(path, "VECTORS")
     caption(c, "A tile has {tile} elements.", tile=tile)
-    caption(c, LOOK_BACK)
+    caption(c, BY_ID)
 
 
 @picture(
