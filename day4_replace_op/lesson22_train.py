@@ -133,6 +133,9 @@ def speed():
     return Table("speed", rows, note)
 
 
+# The answers, from the rows of an H200: 94 ms, 72 and 66 where 75, 59 and 53 were predicted, and 62 compiled where 60
+# were. The gains hold, 1.31 and 1.42 times. Each eager step is 13 to 19 ms longer than its count: lesson 16's answers
+# name the kernels. Compiled, our step gains another 1.17 times.
 LESSON = Steps(
     (counted, same_loss, speed),
     about=About(teaches="loss, tokens a second and memory before and after, eager and compiled", hours=0.5, star=True),
