@@ -314,8 +314,10 @@ def every_rung(folder):
                     "TFLOP/s": f"{row.tflop_per_s:.0f}",
                     "over the best peer": f"{row.ratio_to_best_peer:.2f}",
                 }
-    note = "Each rung in the rounds of its own lesson, in bf16; lessons 1 to 4 know no causal mask that skips. "
-    note += "A star: measured before the code of that rung changed; today's code waits for a GPU."
+    note = (
+        "Each rung in the rounds of its own lesson, in bf16; lessons 1 to 4 know no causal mask that skips. A star: "
+        "measured before the code of that rung changed; today's code waits for a GPU."
+    )
     return Table("every rung", table, note, x="rung", y="TFLOP/s", by="keys") if table else None
 
 
