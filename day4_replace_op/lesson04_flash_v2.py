@@ -1,7 +1,7 @@
 """Flash attention, version 2: queries outside, and fewer instructions beside the matmuls
 ======================================================================================
 Version 1 moves O, m and l to HBM and back for each block of keys. With the loops exchanged they stay in registers (Dao,
-"FlashAttention-2", 2023, section 3):
+"FlashAttention-2", 2023, section 3; the exchange is Phil Tillet's, in Triton's tutorial 06, as section 3.2 says):
 
                      version 1                     version 2
     a program        a head                        a head's block of BLOCK_M queries

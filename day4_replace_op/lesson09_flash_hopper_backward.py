@@ -132,7 +132,7 @@ Experiments
     ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: 9 dQ matmuls in 8 steps, the first unused;
                                                                  course_ops.attention uses rung 4's loop there
     the accumulator of S starts at -lse in rung 5, too           the compiler issues dP in eighths, one every 10 exp2
-    80 queries per step, as FlashAttention-4 has                 fewer bytes of shared memory per query, but Gluon's
+    80 queries per step, as FlashAttention-3 has for all keys    fewer bytes of shared memory per query, but Gluon's
                                                                  blocks are powers of 2
     a masked loop of one step with constant bounds               right and slow: see below
 
@@ -148,7 +148,7 @@ them? Which of the three gradients may differ in its bits from run to run?
 course_ops.attention takes what the rungs refuse: windows, grouped heads, other lengths and head sizes. A step of its
 kernel has the instructions of the last rung's step. The file cpu_model.py runs all barriers of the last rung on a CPU,
 in any order of its warps.
-Sources: Shah et al. 2024, FlashAttention-3, section 3 and hopper/ of its code; Dao 2023, algorithm 2.
+Sources: Shah et al. 2024, FlashAttention-3, section 3.1, appendix B.1, and hopper/ of its code; Dao 2023, algorithm 2.
 
 Run it:    python3 course.py run lesson09_flash_hopper_backward
 Check it:  python3 course.py check lesson09_flash_hopper_backward

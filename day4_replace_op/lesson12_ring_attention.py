@@ -20,8 +20,9 @@ at 500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped he
 Abbeel, "Ring attention with blockwise transformers", 2023.)
 
 A causal mask makes the work uneven. With contiguous slices the last process has work in every step, and the first one
-only in step 0. All wait for the slowest, so a pass takes as long as p - 1/2 slices of work. In zigzag order the
-sequence is cut into 2 p chunks, and process r holds chunks r and 2 p - 1 - r:
+only in step 0. All wait for the slowest, so a pass takes as long as p - 1/2 slices of work. Striped attention (Brandon
+et al. 2023) deals out single tokens instead. Zigzag order, as in Zhu's ring-flash-attention (2024), cuts the sequence
+into 2 p chunks, and process r holds chunks r and 2 p - 1 - r:
 
     contiguous, p = 2    | 0  0 | 1  1 |     step 1: rank 0 sees nothing of KV1; rank 1 sees all of KV0
     zigzag, p = 2        | 0 | 1  1 | 0 |    step 1: each rank sees half of the other's slice

@@ -12,7 +12,7 @@ again. If masked pairs are skipped, attention's share is half.
 At M = 32 * 1024 that is 24.3 + 4.3 TFLOP. At 700 TFLOP/s that takes 41 ms, or 800,000 tokens per second if nothing else
 took time. Lesson 16 measures what else does, and lesson 18 replaces it.
 
-The model, its text and its training loop are in workloads/gpt.py, 200 lines that the next lessons use too. Read that
+The model, its text and its training loop are in workloads/gpt.py, 300 lines that the next lessons use too. Read that
 file now. Predict from it the first loss of an untrained model, and which line of it needs the most memory.
 
 The text is the source of Python's standard library, so nothing is downloaded. Weights are fp32. Matmuls run in bf16

@@ -60,6 +60,10 @@ def loss_counted():
     assert counted.work["aten::_log_softmax_backward_data"]["bytes"] == 3 * logits
 
 
+# The answers, from the rows of an H200: a step takes 89 ms, not 75. Matmuls take 32 ms and attention 8, fewer than
+# counted. These run below copy speed: the two kernels of log_softmax (12.7 ms instead of 7.7), the casts (11.4 instead
+# of 7.6) and the norms' backward (5.5 instead of 1.8). And 6 ms were not counted: the backward stacks dq, dk and dv,
+# and copies them into the order of the matmul's output (stack, clone).
 LESSON = Steps(
     (hot_operators, loss_counted),
     about=About(

@@ -10,7 +10,7 @@ A profiler needs two more things: the operator's FLOPs, declared for FLOP counte
 of its arguments and results.
 
 GELU is written out below, from its two kernels to its gradient. The finished operators are in course_ops, one file
-each, with the same declarations: read course_ops/layer_norm.py, 130 lines, after this lesson. There PyTorch computes
+each, with the same declarations: read course_ops/layer_norm.py, 140 lines, after this lesson. There PyTorch computes
 CPU tensors; inside course_ops.testing.kernels() the kernels run on a CPU too, interpreted.
 
 What each operator saves for its backward, per token, with D features, H heads and V classes in bf16:

@@ -9,11 +9,11 @@ under the same names:
     module.__class__ = CourseLayerNorm       # the optimizer keeps its state, a checkpoint fits
     module.__class__ = nn.LayerNorm          # and back
 
-course_ops.patch does this for PyTorch's own classes in all modules of a model, and undoes it: read the 180 lines of
+course_ops.patch does this for PyTorch's own classes in all modules of a model, and undoes it: read the 200 lines of
 course_ops/patch.py. For the model's own classes you pass a subclass, such as CourseAttention below. PyTorch keeps the
 modules that a kernel cannot handle, and the list that patch returns gives each reason.
 
-Predict before you run lesson 21: which of the four pays by itself? A kernel at copy speed that replaces another at copy
+Predict before you run lesson 22: which of the four pays by itself? A kernel at copy speed that replaces another at copy
 speed gains nothing. Day 2's reports say how far PyTorch's GELU and LayerNorm are from copy speed. For attention SDPA
 picks cuDNN's kernel on an H200 (lesson 16's rows), and this day's kernels replace it. Cross-entropy no longer writes
 the log-softmax or a float copy of the logits. It moves 3 times the bf16 logits, where lesson 16 counts 18 times.

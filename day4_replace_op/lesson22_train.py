@@ -9,9 +9,10 @@ compiled. Predicted from lesson 16's count:
     fused                        53 ms, 1.4 times (21)
     torch.compile of PyTorch     fuses what we fuse but the attention kernel and the loss into its matmul: about 60 ms
 
-Memory peaks at the loss. Eager PyTorch then holds the activations of 12 layers, about 1 GB each in bf16 and fp32. It
-also holds logits in bf16 and fp32, their log-softmax and two gradients of it, 3.3 + 4 * 6.6 GB. Fused, 1 GB of logits
-remains of these.
+Memory peaks where the loss's backward begins. Eager PyTorch then holds weights and AdamW's state, 1.5 GB, and the
+activations of 12 layers, 0.9 GB each in bf16 and fp32. It also holds three [M, V] in fp32, 6.6 GB each: the
+log-softmax, its gradient, and the gradient of the logits. That is 32 GB in all. Fused, 1 GB of logits remains of these
+three.
 
 The rows of an H200 are in reports/. Look for two things there. How much longer than its bytes is the eager step, whose
 casts and norm gradients run below copy speed (lesson 16)? And what does torch.compile gain on our operators, where only
@@ -132,6 +133,9 @@ def speed():
     return Table("speed", rows, note)
 
 
+# The answers, from the rows of an H200: 94 ms, 72 and 66 where 75, 59 and 53 were predicted, and 62 compiled where 60
+# were. The gains hold, 1.31 and 1.42 times. Each eager step is 13 to 19 ms longer than its count: lesson 16's answers
+# name the kernels. Compiled, our step gains another 1.17 times.
 LESSON = Steps(
     (counted, same_loss, speed),
     about=About(teaches="loss, tokens a second and memory before and after, eager and compiled", hours=0.5, star=True),

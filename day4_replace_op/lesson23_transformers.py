@@ -13,8 +13,8 @@ right. (torch's is_causal=True aligns at the upper left, where one query would s
                                         1 1 1 1 1 .                      1 1 . . . .
                                         1 1 1 1 1 1                      1 1 1 . . .
 
-GQA needs no repeated keys. With Llama 3's 32 heads on 8 a decoding step reads a quarter of the bytes, since it reads
-hardly anything but the cache.
+GQA needs no repeated keys. With Llama 3's 32 heads on 8 the attention of a decoding step reads a quarter of the bytes,
+since it reads hardly anything but the cache.
 
 A batch of prompts of unequal lengths comes with a padding mask [B, S_k] of 0 and 1. Our kernel takes no mask. If a
 sequence's ones are contiguous, it is a shorter sequence, and runs by itself. That costs a launch a sequence, and in

@@ -10,8 +10,8 @@ Lesson 24's tables say which kernels take the time. This lesson's three views sa
 Predicted for GPT-2 small:
 
     GB |           |
-       |           |             PyTorch: 12 layers save their activations on the way up; the spike is the logits in
-       |        ___|___          bf16 and fp32, their log-softmax and its gradient, 20 GB for a few ms
+       |           |             PyTorch: 12 layers save their activations on the way up; the spike is three [M, V] in
+       |        ___|___          fp32, the log-softmax and two gradients, 20 GB for a few ms
        |    ___/       \\___
        |___/               \\___  fused: the same ramp, and a spike of 1.3 GB: a part's logits and dW
        +------------------------ t

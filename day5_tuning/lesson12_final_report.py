@@ -27,6 +27,8 @@ Run it:    python3 course.py run lesson12_final_report
 import re
 
 from lessonkit import About, Steps, Table, report
+from lessonkit.lesson import kernels
+from lessonkit.measure.stale import Today
 from lessonkit.pages import shares
 from lessonkit.pages.final_report import build, write_report
 from lessonkit.pages.results import contests, language, measured
@@ -52,10 +54,10 @@ def compare_all(folder):
 
 def ladders(folder):
     """The ladder of each operator: every rung's share of its limit, in the order of the course."""
-    found = contests(folder)
+    found, today = contests(folder), Today(kernels())
     table = []
     for c in found:
-        rungs = ", ".join(f"{row.rung} {row.percent_of_limit:.0f}" for row in c.rungs)
+        rungs = ", ".join(f"{row.rung} {row.percent_of_limit:.0f}{' *' * bool(today.why_old(row))}" for row in c.rungs)
         peer = f"{c.peer.rung} {shares.of_limit(c.peer)}" if c.peer else ""
         table.append(
             {
@@ -78,7 +80,7 @@ def ladders(folder):
 
     note = (
         "The limit: a copy of as many bytes, or cuBLAS's rate. Drawn are the longest; a colour a lesson, the dashed "
-        "line is the best peer."
+        "line is the best peer. A star: measured before the code of that rung changed; today's code waits for a GPU."
     )
     return Table("ladders", table, note, draw=draw) if table else None
 

@@ -4,10 +4,11 @@ import ast
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.pages import compared, final, final_report, report, results, roofline, shipped
+from lessonkit.pages import compared, final, final_report, operators, report, results, roofline, shipped
 
 import pytest
 
@@ -84,6 +85,26 @@ def test_final_report_builds_from_committed_rows(made):
         assert (f"| {s.operator} | {s.direction} |" in ships) == bool(s.behind), s
     assert 'src="data:image/png;base64,' in made[".html"].read_text()
     assert "http" not in made[".html"].read_text()  # works offline
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_an_old_row_is_marked_and_says_nothing_of_its_rung():
+    """`skipped` and `longest_first` bring nothing without a causal mask; of an old row that is not said."""
+    story = next(c for c in results.contests(FOLDERS[0], final_report.PYTHON) if c.name == "attention")
+    for old, said in (("none", {"skipped", "longest_first"}), ("skipped", {"longest_first"}), ("edges", {"skipped"})):
+        today = SimpleNamespace(why_old=lambda row, old=old: "code changed" * (row.rung == old))
+        (words,) = final_report._nothing(story, today)
+        assert {name for name in ("skipped", "longest_first") if f"{name} 1." in words} == said
+        assert (operators.MARK in final_report._story(story, None, today)) == (old != "none")
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_a_gain_over_an_old_row_is_marked():
+    ladder = next(each for each in operators.ladders(FOLDERS[0]) if each.name == "attention")
+    main = results.main_size(ladder.lessons)
+    lines = operators._rungs(ladder, main, lambda row: f" {operators.MARK}" * (row.rung == "skipped"), None)
+    marked = {line.split("`")[1]: line.count(operators.MARK) for line in lines.splitlines() if operators.MARK in line}
+    assert marked == {"skipped": 2, "edges": 1}  # its time and its gain; the gain over it
 
 
 def test_final_report_says_what_is_missing(tmp_path):

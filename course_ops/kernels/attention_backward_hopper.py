@@ -1,6 +1,6 @@
 """Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128, windows).
 
-After FlashAttention-3 (Shah et al. 2024, section 3). The idea: each pair of a query block and a key block computes S
+After FlashAttention-3 (Shah et al. 2024, appendix B.1). The idea: each pair of a query block and a key block computes S
 and dP once, and all three gradients use them. A CTA owns a tile of 128 keys of one head of K and V, and so dK and dV of
 these keys. It loops over the blocks of queries that see the tile, of all query heads that share it. Each of its two
 consumer warpgroups has 64 of the keys. One step, in all of it transposed:

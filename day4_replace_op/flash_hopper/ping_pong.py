@@ -10,7 +10,9 @@ issuing, so that one multiplies while the other computes exponentials. Predicted
 By lesson 8's budget a consumer's PV takes 512 cycles at D = 128, and its softmax 800. So PV alone does not cover the
 softmax: 300 cycles of it must run under the other consumer's matmuls. The two barriers see to that. They also add a
 wait for the other consumer to each step. In overlap_softmax.py only the rings hold the consumers together: one is at
-most as many blocks ahead of the other as a ring has stages, 2 at D = 128.
+most as many blocks ahead of the other as a ring has stages, 2 at D = 128. FlashAttention-3 has named barriers here.
+
+This kernel is not timed yet: its rows are of a version without the store of the row sums, and are marked as old.
 """
 
 import math

@@ -4,8 +4,8 @@ A CTA computes a tile of 128 queries. Its producer warp issues all TMA loads, an
 queries each: S = Q K^T, softmax, O += P V, one after the other.
 
     producer            Q0 Q1 K0 V0 K1 V1 K2 V2 ...      as soon as a stage of a ring is empty
-    consumer 0          ....QQQQsssssssPPPP....QQQQsssssssPPPP
-    consumer 1          ........QQQQsssssssPPPP....QQQQsssssssPPPP     Q = Q K^T   s = softmax   P = P V
+    consumer 0          ....QQQQssssssPPPP....QQQQssssssPPPP
+    consumer 1          ........QQQQssssssPPPP....QQQQssssssPPPP     Q = Q K^T   s = softmax   P = P V
 
 The loop visits the last block of keys first. So the block that needs a mask, the tail or the diagonal, is a tile's
 first one. Gluon and these barriers are explained in day 3's lesson 9.

@@ -7,7 +7,8 @@ consumer writes its 16 KB part of dQ to shared memory, one of its threads issues
     atomics      registers -> 128 threads x 8 red.global.add.v4.f32 -> L2     32 warp instructions of 512 bytes
     TMA reduce   registers -> shared memory -> one cp.reduce.async.bulk -> L2
 
-It costs shared memory 32 KB written and 32 KB read a step: 500 cycles beside 2432.
+It costs shared memory 32 KB written and 32 KB read a step: 500 cycles beside 2432. FlashAttention-3 (appendix B.1) adds
+dQ by TMA too, from a warp of its own, the dQ writer.
 """
 
 import math

@@ -55,7 +55,8 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     slower = _slower(folder, ships)
     behind = _behind(slower)
     share = partial(shares.percent, table=table)
-    data = [(row.lesson, row.rung, share(row)) for row in story.rungs]
+    stars = [" *" * bool(today.why_old(row)) for row in story.rungs]
+    data = [(row.lesson, f"{row.rung}{star}", share(row)) for row, star in zip(story.rungs, stars, strict=True)]
     every = [_line(c, table, today) for c in found]
     blocks = [
         Block(text=_measured_on(found, table)),
@@ -64,10 +65,15 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
             heading=said("One ladder: {operator} at {shape}, {dtype}").format(
                 operator=said(story.name), shape=story.shape, dtype=story.dtype
             ),
-            text=_story(story, table),
+            text=_story(story, table, today),
         ),
-        Block(figure="ladder", alt=_ladder(story, share), data=data, draw=partial(_draw_story, story, share)),
-        Block(table=tuple(_lessons(story, table, today)), items=tuple(_nothing(story))),
+        Block(
+            figure="ladder",
+            alt=_ladder(story, share, stars),
+            data=data,
+            draw=partial(_draw_story, story, share, stars),
+        ),
+        Block(table=tuple(_lessons(story, table, today)), items=tuple(_nothing(story, today))),
     ]
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:3]
@@ -195,7 +201,7 @@ def _reached(c: Contest, ships: Sequence[operator_rows.Row]) -> str:
     return f" ({said('`course_ops`: {ratio}').format(ratio=f'{reached:.2f}')})" if reached else ""
 
 
-def _story(c: Contest, table: Streams | None) -> str:
+def _story(c: Contest, table: Streams | None, today: Today) -> str:
     first, last = c.rungs[0], c.best
     words = said("From {first_rate} (`{first}`) to {rate} (`{rung}`, {language}), {share} of its limit.").format(
         first_rate=first.rate, first=first.rung, rate=last.rate, rung=last.rung, language=language(last.lesson),
@@ -205,21 +211,23 @@ def _story(c: Contest, table: Streams | None) -> str:
         peer = said("The best library, {peer}, runs at {rate}, {share}.")
         peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=_share(c.peer, table))
         words = sentences(words, peer)
-    return sentences(words, shares.briefly([*c.rungs, *([c.peer] if c.peer else [])], table))
+    old = said(operators.ABOUT) * bool(_mark(today, *c.rungs, c.peer))
+    return sentences(words, shares.briefly([*c.rungs, *([c.peer] if c.peer else [])], table), old)
 
 
-def _ladder(c: Contest, share: Callable[[Row], float]) -> str:
-    """The figure in words."""
-    rungs = listed(f"{row.rung} {share(row):.0f}" for row in c.rungs)
+def _ladder(c: Contest, share: Callable[[Row], float], stars: Sequence[str]) -> str:
+    """The figure in words. stars: a star for each rung whose row is old."""
+    rungs = listed(f"{row.rung} {share(row):.0f}{star}" for row, star in zip(c.rungs, stars, strict=True))
     words = said("{operator}, % of the limit, rung by rung: {rungs}.")
     return words.format(operator=said(c.name), rungs=rungs)
 
 
-def _draw_story(c: Contest, share: Callable[[Row], float], axes: Any) -> None:
+def _draw_story(c: Contest, share: Callable[[Row], float], stars: Sequence[str], axes: Any) -> None:
     c.bars(axes, share)
     if c.peer:
         axes.text(-0.4, share(c.peer) + 1, c.peer.rung, fontsize=7)
-    axes.set_xticks(range(len(c.rungs)), [row.rung for row in c.rungs], rotation=35, ha="right", fontsize=6)
+    names = [f"{row.rung}{star}" for row, star in zip(c.rungs, stars, strict=True)]
+    axes.set_xticks(range(len(c.rungs)), names, rotation=35, ha="right", fontsize=6)
     axes.set_xlim(-0.6, len(c.rungs) - 0.4)
     axes.tick_params(axis="y", labelsize=7)
 
@@ -245,9 +253,13 @@ def _plain(text: str) -> str:
     return re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)", r"\1", text)
 
 
-def _nothing(c: Contest) -> Iterator[str]:
-    """The rungs that brought nothing here, against the one before them in the same lesson."""
-    steps = [(b, a.ms_p50 / b.ms_p50, a) for a, b in pairwise(c.rungs) if a.lesson == b.lesson]
+def _nothing(c: Contest, today: Today) -> Iterator[str]:
+    """The rungs that brought nothing here, against the one before them in the same lesson.
+
+    Not by old rows: what such a rung brings is not known.
+    """
+    pairs = [(a, b) for a, b in pairwise(c.rungs) if a.lesson == b.lesson and not _mark(today, a, b)]
+    steps = [(b, a.ms_p50 / b.ms_p50, a) for a, b in pairs]
     times = said("{rung} {times} times {before}")
     found = [
         times.format(rung=b.rung, times=f"{gain:.2f}", before=a.rung)

@@ -260,7 +260,7 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark, table: Streams | N
     for name, lesson, found in ladder.lessons:
         before, peer = None, next((row for row in found if (*results.place(row), row.kind) == (*main, "peer")), None)
         for row in results.ladder(lesson, found, *main):
-            over = f"{before.ms_p50 / row.ms_p50:.2f}" if before else ""
+            over = f"{before.ms_p50 / row.ms_p50:.2f}{mark(before) or mark(row)}" if before else ""
             line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
             body.append([*line, *_shares(row, table), over, ratio(row, peer)])
             before = row

@@ -223,7 +223,7 @@ def persistent_scheduler(c: Canvas, lesson: str) -> None:
         c,
         "The producer fetches a tile index from the counter and publishes it in a mailbox of {slots} "
         "slots. A slot needs no empty barrier: it is written again only after the consumers have "
-        "returned the Q of a later tile. Times are not to scale.",
+        "returned the Q of the tile that it named. Times are not to scale.",
         slots=slots,
     )  # fmt: skip
 
