@@ -15,6 +15,9 @@ from functools import cache
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COURSE_LANG"] = "en"  # what commands say is compared with English
 os.environ.pop("COLUMNS", None)  # what tables say is compared where nothing says how wide they may be
+os.environ.pop("FORCE_COLOR", None)  # and as plain text: Typer and Rich colour it where one of these three is set
+os.environ.pop("PY_COLORS", None)
+os.environ.pop("GITHUB_ACTIONS", None)
 
 from lessonkit import device
 from lessonkit.base.files import ROOT
@@ -114,7 +117,10 @@ def depends_on(item):
 
 @cache
 def matching(pattern):
-    return sorted(path for path in ROOT.glob(pattern) if path.is_file())
+    """Files of the course: no bytecode and no environment that lies beside it, which change while tests run."""
+    ours = verdicts.everything()
+    found = (path for path in ROOT.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(path for path in found if path in ours or not ours)
 
 
 @pytest.hookimpl(wrapper=True)
