@@ -304,11 +304,12 @@ def chosen(table, call):
     return next(name for name, takes, _ in table if takes(call))
 
 
-def test_which_kernel():
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+@pytest.mark.skipif(device.HAS_GPU, reason="a GPU may have another kernel")
+def test_which_kernel_is_interpreted():
+    with testing.interpreted():
         for i, (shape, causal, window, _, layout) in enumerate(CASES):
             call = Call(*heads("cpu", *shape, layout=layout), causal, window, 1.0)
-            if call.q.numel() and not device.HAS_GPU:
+            if call.q.numel():
                 assert chosen(FORWARD, call) == ("decode" if i in DECODED else "portable")
 
 
@@ -396,7 +397,7 @@ def test_what_is_not_seen_does_not_matter(dev):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # by pointers, and by TMA
 def test_lengths_of_a_cache(dtype):
     """Keys past a sequence's length, here NaN, are not read; each sequence is computed as if it were alone."""
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+    with testing.kernels():
         q, k, v = heads(device.DEVICE, 4, 4, 2, 16, S_k=300, H_kv=2, dtype=dtype)
         lengths = torch.tensor([0, 1, 130, 300], dtype=torch.int32, device=device.DEVICE)
         for b, n in enumerate(lengths.tolist()):
@@ -518,10 +519,8 @@ def test_refused(call, error, words):
 
 
 def test_kernels_refuse_float64():
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
-        where = "cuda" if device.HAS_GPU else "cpu"
-        with pytest.raises(TypeError, match="q is torch"):
-            course_ops.attention(*(t.double() for t in heads(where, 1, 1, 4, 8)))
+    with testing.kernels(), pytest.raises(TypeError, match="q is torch"):
+        course_ops.attention(*(t.double() for t in heads(device.DEVICE, 1, 1, 4, 8)))
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
