@@ -428,11 +428,11 @@ def test_a_wrong_kernel_is_found(monkeypatch, tmp_path, why):
         assert not (agrees, agrees_backward)[direction](run, shape, options, torch.bfloat16)
 
 
+@emulated_here
 def test_the_copies_are_right_without_a_change(monkeypatch, tmp_path):
-    if device.INTERPRETED:
-        attend, gradients = on_hopper(monkeypatch, *copies(tmp_path, None, "", "")[:2])
-        assert agrees(attend, *LAST_LONG, torch.bfloat16)
-        assert agrees_backward(gradients, *LAST_LONG, torch.bfloat16)
+    attend, gradients = on_hopper(monkeypatch, *copies(tmp_path, None, "", "")[:2])
+    assert agrees(attend, *LAST_LONG, torch.bfloat16)
+    assert agrees_backward(gradients, *LAST_LONG, torch.bfloat16)
 
 
 # ---- What the compiler makes of it ---------------------------------------------------------------------------------
