@@ -3,6 +3,19 @@
 pytest            the tier of each push; what has passed before with the same code and tools is taken, not run again
 pytest --all      each night's too, and nothing is taken
 pytest --release  also what a release needs: rows of today's kernels, whole weeks, translations
+
+Where a test stands; the first line of each file says what it holds (tests/test_repo.py compares this list):
+
+lessons         lessons day* flash_hopper* last_rungs streams trace minutes glossary paths quiz pictures prose
+exercises       exercise* readers_answers evidence
+one operator    course_ops_* attention_* norm_backward_hopper matmul_plan found_on_a_gpu
+all operators   kernels_of_operators mutants_of_operators operator_cases fuzz* operators dependents
+machine code    wgmma ptx_order unset_registers targets launches fingerprint libtriton
+modes           interpreter gluon emulator arena cuda builds cpp_text
+the judge       check lessonkit verdicts gpu_mutants beside sanitize ncu yardstick
+rows and pages  rows renew pages final_report shipped catalogues browser web
+commands        command_line terminal course course_run doctor new versions lock
+the repository  repo rooms shared_files
 """
 
 import fcntl
