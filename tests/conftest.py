@@ -3,6 +3,19 @@
 pytest            the tier of each push; what has passed before with the same code and tools is taken, not run again
 pytest --all      each night's too, and nothing is taken
 pytest --release  also what a release needs: rows of today's kernels, whole weeks, translations
+
+Where a test stands; the first line of each file says what it holds (tests/test_repo.py compares this list):
+
+lessons         lessons day* flash_hopper* last_rungs streams trace minutes glossary paths quiz pictures prose
+exercises       exercise* readers_answers evidence
+one operator    course_ops_* attention_* norm_backward_hopper matmul_plan found_on_a_gpu
+all operators   kernels_of_operators mutants_of_operators operator_cases fuzz* operators dependents
+machine code    wgmma ptx_order unset_registers targets launches fingerprint libtriton
+modes           interpreter gluon emulator arena cuda builds cpp_text
+the judge       check lessonkit verdicts gpu_mutants beside sanitize ncu yardstick
+rows and pages  rows renew pages final_report shipped catalogues browser web
+commands        command_line terminal course course_run doctor new versions lock
+the repository  repo rooms shared_files
 """
 
 import fcntl
@@ -15,6 +28,9 @@ from functools import cache
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COURSE_LANG"] = "en"  # what commands say is compared with English
 os.environ.pop("COLUMNS", None)  # what tables say is compared where nothing says how wide they may be
+os.environ.pop("FORCE_COLOR", None)  # and as plain text: Typer and Rich colour it where one of these three is set
+os.environ.pop("PY_COLORS", None)
+os.environ.pop("GITHUB_ACTIONS", None)
 
 from lessonkit import device
 from lessonkit.base.files import ROOT
@@ -114,7 +130,10 @@ def depends_on(item):
 
 @cache
 def matching(pattern):
-    return sorted(path for path in ROOT.glob(pattern) if path.is_file())
+    """Files of the course: no bytecode and no environment that lies beside it, which change while tests run."""
+    ours = verdicts.everything()
+    found = (path for path in ROOT.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(path for path in found if path in ours or not ours)
 
 
 @pytest.hookimpl(wrapper=True)

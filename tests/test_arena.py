@@ -4,6 +4,7 @@ import ctypes
 
 from lessonkit.cuda.arena import ALIGNED, GUARD, apart
 
+import pytest
 import torch
 
 
@@ -38,10 +39,11 @@ def test_views_of_one_another_stay_so():
 
 
 def test_what_was_written_before_an_error_is_there():
+    def kernel(at):
+        ctypes.memset(at + 1, 9, 2)
+        raise RuntimeError("of a kernel")
+
     x = torch.zeros(4, dtype=torch.uint8)
-    try:
-        with apart((x,)) as (at,):
-            ctypes.memset(at + 1, 9, 2)
-            raise RuntimeError
-    except RuntimeError:
-        assert x.tolist() == [0, 9, 9, 0]
+    with pytest.raises(RuntimeError, match="of a kernel"), apart((x,)) as (at,):
+        kernel(at)
+    assert x.tolist() == [0, 9, 9, 0]

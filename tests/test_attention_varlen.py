@@ -101,7 +101,7 @@ def options_of(causal=False, window=None, scale=None, softcap=None):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("i", [0, 1, 2])
-def test_16_bits(dev, i, dtype):
+def test_16_bits_err_no_more_than_pytorchs(dev, i, dtype):
     shape, options = CASES[i]
     given = packed(**shape, dtype=dtype, at=dev)
     mine = answers(course_ops.attention_varlen, given, options, dtype)
@@ -184,7 +184,7 @@ def test_refused(call, error, words):
         call()
 
 
-def test_which_kernel(monkeypatch):
+def test_packed_sequences_take_hoppers_kernels_and_never_decoding(monkeypatch):
     monkeypatch.setattr(forward_hopper, "takes", lambda *args: True)
     monkeypatch.setattr(backward_hopper, "takes", lambda *args: True)
     q, k, v, *given = packed("1+1", keys="100+100", H=4)
@@ -349,7 +349,7 @@ def test_ctas_without_a_tile_end(monkeypatch):
     assert agrees_backward(gradients, shape, options, torch.bfloat16)
 
 
-def test_records():
+def test_records_list_each_tile_once_the_longest_sequence_first():
     """The longest sequence first; each tile once; where nothing is left, no record."""
     lengths, keys = [130, 0, 300, 64], [10, 700, 40, 40]
     own, other = (torch.tensor([0, *of]).cumsum(0).to(device.DEVICE, torch.int32) for of in (lengths, keys))
@@ -428,11 +428,11 @@ def test_a_wrong_kernel_is_found(monkeypatch, tmp_path, why):
         assert not (agrees, agrees_backward)[direction](run, shape, options, torch.bfloat16)
 
 
+@emulated_here
 def test_the_copies_are_right_without_a_change(monkeypatch, tmp_path):
-    if device.INTERPRETED:
-        attend, gradients = on_hopper(monkeypatch, *copies(tmp_path, None, "", "")[:2])
-        assert agrees(attend, *LAST_LONG, torch.bfloat16)
-        assert agrees_backward(gradients, *LAST_LONG, torch.bfloat16)
+    attend, gradients = on_hopper(monkeypatch, *copies(tmp_path, None, "", "")[:2])
+    assert agrees(attend, *LAST_LONG, torch.bfloat16)
+    assert agrees_backward(gradients, *LAST_LONG, torch.bfloat16)
 
 
 # ---- What the compiler makes of it ---------------------------------------------------------------------------------

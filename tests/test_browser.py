@@ -44,7 +44,10 @@ QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
          "--disable-background-networking", "--disable-component-update")  # fmt: skip
 PATIENCE = 300_000  # milliseconds: the machine may be busy
 
-pytestmark = pytest.mark.kept("lessonkit/web/**/*", "lessonkit/pictures/**/*", "locale/**/*", "**/*.md", "reports/**/*")
+pytestmark = pytest.mark.kept(
+    "lessonkit/**/*", "locale/**/*", "**/*.md", "reports/**/*", "day*/**/*", "cuda_src/**/*", "paths/*", "problems/*",
+    "assets/**/*",
+)  # fmt: skip
 
 
 def lacking():

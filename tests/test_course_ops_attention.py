@@ -120,7 +120,7 @@ def gradient_of_out(q, v):
 
 
 @pytest.mark.parametrize("i", range(len(CASES)))
-def test_forward(dev, i):
+def test_forward_errs_no_more_than_pytorch(dev, i):
     shape, causal, window, scale, layout = CASES[i]
     q, k, v = heads(dev, *shape, layout=layout)
     out, lse = course_ops.attention_forward(q, k, v, causal=causal, window=window, scale=scale)
@@ -132,7 +132,7 @@ def test_forward(dev, i):
 
 
 @pytest.mark.parametrize("i", range(len(CASES)))
-def test_backward(dev, i):
+def test_gradients_err_no_more_than_pytorchs(dev, i):
     shape, causal, window, scale, layout = CASES[i]
     q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout))
     dout = gradient_of_out(q, v) + 0.5
@@ -153,7 +153,7 @@ def test_backward(dev, i):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("i", [5, 6, 7, 11, 13, 14, 15, 16])
-def test_16_bits(dev, dtype, i):
+def test_16_bits_err_no_more_than_pytorchs(dev, dtype, i):
     shape, causal, window, scale, layout = CASES[i]
     q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout, dtype=dtype))
     dout = gradient_of_out(q, v).to(dtype)
@@ -180,7 +180,7 @@ def capped(q, k, v, causal, window, scale, softcap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
 @pytest.mark.parametrize("i", [4, 5, 7, 10, 11, 12, 14])
-def test_softcap(dev, i, softcap, dtype):
+def test_softcap_and_its_gradients_are_right(dev, i, softcap, dtype):
     shape, causal, window, scale, layout = CASES[i]
     q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout, dtype=dtype))
     dout, options = gradient_of_out(q, v).to(dtype), {"causal": causal, "window": window, "scale": scale}
@@ -214,7 +214,7 @@ def test_softcap_is_not_computed_by_the_wide_backward(monkeypatch):
         ((1, 2, 2500, 64, 2500, 1), False, None),
     ],
 )  # fmt: skip
-def test_softcap_on_hopper(shape, causal, window, softcap):
+def test_softcap_and_its_gradients_are_right_on_hopper(shape, causal, window, softcap):
     q, k, v = (t.requires_grad_() for t in heads("cuda", *shape, dtype=torch.bfloat16))
     dout = gradient_of_out(q, v).bfloat16()
     out = course_ops.attention(q, k, v, causal=causal, window=window, softcap=softcap)
@@ -240,7 +240,7 @@ def test_softcap_on_hopper(shape, causal, window, softcap):
         (1, 4, 512, 64, 512, 4, 256),
     ],
 )  # fmt: skip
-def test_hopper(dtype, causal, shape):
+def test_hoppers_kernels_are_taken_and_right(dtype, causal, shape):
     q, k, v = heads("cuda", *shape, dtype=dtype)
     scale = q.shape[-1] ** -0.5
     dout = gradient_of_out(q, v).to(dtype)
@@ -284,7 +284,7 @@ def test_hopper(dtype, causal, shape):
     ],
     ids=str,
 )  # fmt: skip
-def test_hopper_wide_heads_and_windows(dtype, shape, causal, window):
+def test_hoppers_forward_is_right_for_wide_heads_and_windows(dtype, shape, causal, window):
     """Forward: friendly scores, then those that raise a row's maximum, then those for which a block is done again."""
     q, k, v = heads("cuda", *shape, dtype=dtype)
     assert chosen(FORWARD, Call(q, k, v, causal, window, 1.0)) == "hopper"
@@ -304,11 +304,12 @@ def chosen(table, call):
     return next(name for name, takes, _ in table if takes(call))
 
 
-def test_which_kernel():
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+@pytest.mark.skipif(device.HAS_GPU, reason="a GPU may have another kernel")
+def test_which_kernel_is_interpreted():
+    with testing.interpreted():
         for i, (shape, causal, window, _, layout) in enumerate(CASES):
             call = Call(*heads("cpu", *shape, layout=layout), causal, window, 1.0)
-            if call.q.numel() and not device.HAS_GPU:
+            if call.q.numel():
                 assert chosen(FORWARD, call) == ("decode" if i in DECODED else "portable")
 
 
@@ -396,7 +397,7 @@ def test_what_is_not_seen_does_not_matter(dev):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # by pointers, and by TMA
 def test_lengths_of_a_cache(dtype):
     """Keys past a sequence's length, here NaN, are not read; each sequence is computed as if it were alone."""
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+    with testing.kernels():
         q, k, v = heads(device.DEVICE, 4, 4, 2, 16, S_k=300, H_kv=2, dtype=dtype)
         lengths = torch.tensor([0, 1, 130, 300], dtype=torch.int32, device=device.DEVICE)
         for b, n in enumerate(lengths.tolist()):
@@ -518,10 +519,8 @@ def test_refused(call, error, words):
 
 
 def test_kernels_refuse_float64():
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
-        where = "cuda" if device.HAS_GPU else "cpu"
-        with pytest.raises(TypeError, match="q is torch"):
-            course_ops.attention(*(t.double() for t in heads(where, 1, 1, 4, 8)))
+    with testing.kernels(), pytest.raises(TypeError, match="q is torch"):
+        course_ops.attention(*(t.double() for t in heads(device.DEVICE, 1, 1, 4, 8)))
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -540,7 +539,7 @@ def models():
         yield transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(device.DEVICE)
 
 
-def test_transformers():
+def test_models_of_transformers_answer_as_with_sdpa():
     """Logits, gradients and generated tokens are sdpa's; a padded prompt's logits are those of the prompt alone."""
     import course_ops.transformers as ours
 
@@ -579,7 +578,7 @@ def test_models_are_told_what_is_not_there(options, padding, words):
         model_attention(torch.nn.Identity(), TOKENS, TOKENS, TOKENS, padding, **options)
 
 
-def test_transformers_missing(monkeypatch):
+def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
     from course_ops.transformers import register
 
     monkeypatch.setitem(sys.modules, "transformers", None)

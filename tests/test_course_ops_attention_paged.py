@@ -30,7 +30,7 @@ def computed(request, monkeypatch):
     """Where: by PyTorch on the CPU, or by the kernels, for which most shapes here are short."""
     if request.param == "divided work":
         monkeypatch.setattr(kernels, "ALONE", 0)
-    inside = testing.interpreted if request.param != "pytorch" and not device.HAS_GPU else nullcontext
+    inside = nullcontext if request.param == "pytorch" else testing.kernels
     with inside():
         yield torch.device("cpu") if request.param == "pytorch" else device.DEVICE
 
@@ -136,7 +136,7 @@ def test_a_wrong_entry_is_an_error_on_the_cpu(which):
 @pytest.mark.parametrize("D", [16, 256])  # a step's keys in several pages, and in one
 @pytest.mark.parametrize("which", WRONG)
 def test_a_kernel_makes_it_nan_and_leaves_other_sequences_alone(which, D):
-    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+    with testing.kernels():
         out = course_ops.attention_paged(*wrong(which, device.DEVICE, D))
     assert [bool(t.isnan().all()) for t in out] == [False, True, False]
     assert out[::2].isfinite().all()

@@ -294,19 +294,13 @@ def cast(t, dtype):
     return t.detach().to(dtype).requires_grad_(t.requires_grad)
 
 
-@contextmanager
-def kernels():
-    with testing.interpreted() if not GPU else nullcontext():
-        yield
-
-
 @pytest.fixture(params=["pytorch", "kernels"])
 def where(request):
     """Where an operator computes: PyTorch on the CPU, or by its kernels."""
     if request.param == "pytorch":
         yield torch.device("cpu")
     else:
-        with kernels():
+        with testing.kernels():
             yield DEVICE
 
 

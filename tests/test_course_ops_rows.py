@@ -548,7 +548,7 @@ def test_leading_dimensions_and_strides(where):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), (2, 0, 5)])
-def test_empty(where, shape):
+def test_no_rows_and_no_columns_are_as_pytorch_has_them(where, shape):
     x, (w, b) = rows(*shape, at=where), weights(shape[-1], at=where)
     no_worse(course_ops.softmax, softmax, x)
     no_worse(course_ops.gelu, gelu, x)
@@ -600,7 +600,7 @@ def test_unused_results_of_add_norm(where):
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 0, 3, 1000])
-def test_ignore_index(where, ignore_index):
+def test_rows_of_the_ignored_class_do_not_count(where, ignore_index):
     for shape in ((7, 11), (3, 1100)):  # the tile of rows hangs over; a row a program
         logits, targets = rows(*shape, at=where), torch.arange(shape[0], device=where) % 11
         no_worse(
@@ -759,13 +759,13 @@ NAMES = tuple(calls(torch.device("meta")))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck(where, name):
+def test_schema_fake_and_gradient_agree(where, name):
     op, args, *_ = calls(where)[name]
     assert set(opcheck(op.default, args).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "backward" not in name and " " not in name])
-def test_compile(name):
+def test_a_compiled_graph_has_the_same_gradients(name):
     _, _, function, args = calls(DEVICE)[name]
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

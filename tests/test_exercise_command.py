@@ -20,7 +20,8 @@ from lessonkit.exercise import desk, grade, progress, source
 import pytest
 from typer.testing import CliRunner
 
-pytestmark = pytest.mark.kept("*/exercises/*")
+pytestmark = pytest.mark.kept("*/exercises/**/*")
+WHOLE = pytest.mark.kept("*/exercises/**/*", "lessonkit/**/*.py")  # of a process that runs the whole command line
 LACKS = toolchain.lacks("g++", "Python.h", "ninja")
 MUL = source.find("day2_triton_basics.exercise01_mul")[0]
 
@@ -93,6 +94,7 @@ def test_a_learners_way(answers, monkeypatch):
 
 
 @interpreted
+@pytest.mark.kept("*/exercises/**/*", "locale/**/*")
 def test_a_learner_who_reads_chinese(answers, monkeypatch):
     """The stub and the solution have Chinese comments; begun in one language, it is checked in the other."""
     mine = progress.answer_file(MUL)
@@ -260,6 +262,7 @@ def test_progress_that_is_damaged_is_refused(answers, text):
         progress.load()
 
 
+@WHOLE
 def test_progress_that_is_damaged_is_said_in_a_line(tmp_path):
     (tmp_path / "progress.json").write_text("{")
     env = environment(COURSE_ANSWERS=str(tmp_path))
@@ -278,6 +281,7 @@ def test_unknown_exercise_names_those_there_are(answers):
     assert run("list", "nothing_like_it")[0] == 2
 
 
+@WHOLE
 def test_runs_from_the_command_line(tmp_path):
     """The whole command in a process of its own, in any folder; as course.py calls it, its advice can be typed."""
     env = environment(COURSE_ANSWERS=str(tmp_path), COURSE_PY="1")

@@ -20,7 +20,8 @@ from lessonkit.modes.compiled import second_target
 import pytest
 import torch
 
-pytestmark = pytest.mark.kept("*/exercises/*")
+pytestmark = pytest.mark.kept("*/exercises/**/*")
+TRANSLATED = pytest.mark.kept("*/exercises/**/*", "locale/**/*")  # a process reads a catalogue once
 ALL = source.discover()
 each = pytest.mark.parametrize("exercise", ALL, ids=lambda e: e.name)
 WRONG = [pytest.param(e, w, id=f"{e.name}-{w.why}") for e in ALL for w in e.exercise.wrong]
@@ -97,6 +98,7 @@ def test_stub_fails_and_says_why(exercise):
         assert any(w.planted for w in exercise.exercise.wrong)
 
 
+@TRANSLATED
 @each
 def test_a_stub_begun_in_chinese_is_the_stub_in_english_too(exercise):
     chinese = exercise.read(exercise.stub, partial(translated, language="zh"))
@@ -154,6 +156,7 @@ def in_chinese(refused):
         return re.search("[\u4e00-\u9fff]", sentences.told(str(refused)))
 
 
+@TRANSLATED
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_why_an_answer_is_refused_is_said_in_chinese(wrong):
     verdict = grade.grade(MUL, MUL.wrong(MUL.exercise.wrong[wrong]))
@@ -161,6 +164,7 @@ def test_why_an_answer_is_refused_is_said_in_chinese(wrong):
     assert sentences.told(f"n=1: {verdict.why}") == f"n=1: {verdict.why}"
 
 
+@TRANSLATED
 @pytest.mark.parametrize(
     ("got", "exact", "says"),
     [(8, 4, "2 to 10 times too large"), (3, 4, "a little too small"), (None, 4, "write a number"), (-4, 4, "sign"),
@@ -174,6 +178,7 @@ def test_number_does_not_give_itself_away(got, exact, says):
     number("bytes", 4.01, 4)
 
 
+@TRANSLATED
 def test_same_says_the_first_difference():
     for got, expected, says in (
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), r"first at \(1,\): expected 3, got 2"),

@@ -17,7 +17,7 @@ import torch
 from problems import fuzz as questions
 from problems import matmul_fp8
 
-pytestmark = pytest.mark.kept("tests/fuzz/*.jsonl", "problems/*.py")
+pytestmark = pytest.mark.kept("tests/fuzz/*.jsonl", "problems/*.py", "course_ops/**/*.py")
 
 
 @pytest.fixture(autouse=True)

@@ -39,12 +39,6 @@ def a_row(**changes) -> rows.Row:
     return rows.Row(**(values | {"lesson": ADD, "rung": "add_wide", "kind": "rung", "shape": "n=98432"} | changes))
 
 
-def without_marks(monkeypatch):
-    """For rungs that no lesson's file has."""
-    monkeypatch.setattr(bench.fingerprint, "contender", lambda *named, peer=False: "a.b.c")
-    monkeypatch.setattr(bench.launches, "marks", lambda name, wanted: ["triton-1=0"] * len(wanted))
-
-
 def test_an_import_error_is_one_lessons_failure(tmp_path, monkeypatch):
     day = tmp_path / "day8_broken"
     day.mkdir()
@@ -244,7 +238,8 @@ def without_a_gpu(monkeypatch, measure=None, ms=lambda name: 1):
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14)))
     monkeypatch.setattr(bench, "_versions", lambda name, label: "")
-    without_marks(monkeypatch)
+    monkeypatch.setattr(bench.fingerprint, "contender", lambda *named, peer=False: "a.b.c")
+    monkeypatch.setattr(bench.launches, "marks", lambda name, wanted: ["triton-1=0"] * len(wanted))
 
 
 def add(x, y):
@@ -384,13 +379,7 @@ def test_a_result_that_a_peer_does_not_give_is_not_compared(monkeypatch):
 
 def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
     """The rows of the others are kept; where no rung is timed there is none of a peer or a copy either."""
-
-    def add(x, y):
-        return x + y
-
-    found = dict(discover("lesson01_vector_add"))[ADD]
-    found = dataclasses.replace(found, rungs=(add,), peers={}, benches=({"n": 64}, {"n": 128}, {"n": 256}))
-    truth = check.truth
+    found, truth = adding(benches=({"n": 64}, {"n": 128}, {"n": 256})), check.truth
 
     def answered(lesson, shape, dtype):
         if shape["n"] == 64:
@@ -399,12 +388,8 @@ def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
         more = 1 if shape["n"] == 128 else 0
         return dataclasses.replace(right, exact=(right.exact[0] + more,), usual=(right.usual[0] + more,))
 
+    without_a_gpu(monkeypatch)
     monkeypatch.setattr(check, "truth", answered)
-    monkeypatch.setattr(check, "cannot_run", lambda *case: "")
-    monkeypatch.setattr(timing, "measure", lambda found, answers: {name: timing.Timing(1, 1, 1) for name in found})
-    monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
-    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
-    without_marks(monkeypatch)
     said = []
     assert [(row.rung, row.shape) for row in bench.bench(ADD, found, said.append)] == [
         ("add", "n=256"), ("copy", "n=256")
@@ -420,22 +405,12 @@ def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
 def test_a_peer_that_is_not_timed_is_a_row_with_the_reason(monkeypatch, tmp_path, error, ratio, cell):
     """And where it would have been timed with its package, no ratio to the best peer is given."""
 
-    def add(x, y):
-        return x + y
-
     def quack(x, y):
         raise error
 
-    found = dict(discover("lesson01_vector_add"))[ADD]
-    peers = {"torch": torch.add, "quack": quack}
-    found = dataclasses.replace(found, rungs=(add,), peers=peers, benches=({"n": 64},))
-    monkeypatch.setattr(check, "cannot_run", lambda *case: "")
-    times = {"add": 1, "torch": 2, "copy": 1}
-    monkeypatch.setattr(timing, "measure", lambda found, answers: {n: timing.Timing(*[times[n]] * 3) for n in found})
-    monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
-    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
+    found = adding(peers={"torch": torch.add, "quack": quack})
+    without_a_gpu(monkeypatch, ms=lambda name: 2 if name == "torch" else 1)
     monkeypatch.setattr(rows, "REPORTS", tmp_path)
-    without_marks(monkeypatch)
     path = rows.save(bench.bench(ADD, found, lambda line: None))
     everything = {row.rung: row for row in rows.read_all(path)}
     assert everything["quack"].kind == rows.ABSENT

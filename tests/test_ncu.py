@@ -130,17 +130,18 @@ def test_count_asks_again_for_the_lessons_behind_a_crash(tmp_path, monkeypatch):
 
 def test_the_counts_page_is_made_from_its_rows():
     """That they are fresh the tests of reports see."""
-    for folder in report.device_folders():
-        place = ncu.path(folder)
+    places = [ncu.path(folder) for folder in report.device_folders()]
+    assert any(place.exists() for place in places)
+    for place in places:
         assert place.exists() == place.with_suffix(".md").exists()
         if place.exists():
             assert ncu.compared(place), "no kernel of ncu's is in reports/emulated: python -m lessonkit count"
 
 
 def test_a_tool_that_hangs_is_ended_with_its_children():
-    code, out, err = ncu.output(["sh", "-c", f"echo begun; {sys.executable} -c 'import time; time.sleep(60)'"], 1)
+    code, out, err = ncu.output(["sh", "-c", f"echo begun; {sys.executable} -c 'import time; time.sleep(60)'"], 3)
     assert (code, out) == (124, "begun\n")
-    assert "ended after 1 s" in err
+    assert "ended after 3 s" in err
 
 
 def test_without_gpu_or_ncu_one_line_says_so(monkeypatch, tmp_path):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from lessonkit.__main__ import app
 from lessonkit.base import device
 from lessonkit.commands import show
-from lessonkit.judge import check
 from lessonkit.lesson import kernels
 from lessonkit.measure import launches, operator_bench, operator_rows, rows, stale, timing
 from lessonkit.measure.answers import fill_with_nan
@@ -88,8 +87,8 @@ def named(operator, text):
 
 def test_every_shape_of_the_lessons_rows_is_in_the_zoo():
     """Of lessons whose operator course_ops ships."""
-    lacking = []
-    for name, lesson in kernels():
+    lacking, asked = [], 0
+    for name, _ in kernels():
         word = guides.about(name).operator
         if word not in ASKED:
             continue
@@ -99,7 +98,8 @@ def test_every_shape_of_the_lessons_rows_is_in_the_zoo():
         for folder in stale.device_folders():
             shapes = {row.shape for row in rows.read(folder / f"{name}.csv")}
             lacking += [f"{name}: {shape}" for shape in shapes if named(ours[0], shape) not in known]
-        assert lesson.rungs
+            asked += len(shapes)
+    assert asked > 100
     assert not lacking, lacking
 
 
@@ -510,7 +510,6 @@ def test_a_fingerprint_tells_code_inputs_work_and_peers_apart():
     back = next(case for case in ALL if case.key[:2] == ("softmax", "backward"))
     parts = list(zip(operator_rows.today(softmax).split("."), operator_rows.today(back).split("."), strict=True))
     assert [a == b for a, b in parts] == [False, False, False, False]
-    assert check.tensors(torch.ones(1))  # what results are taken apart by
 
 
 def test_the_summary_counts_what_can_be_judged(timings):

@@ -513,27 +513,26 @@ def test_a_table_over_the_length_becomes_a_pivot_with_ratios_and_a_sentence(monk
 
 
 def test_a_comparison_stands_in_place_of_the_table_of_its_name():
-    """Lesson 9's long tables, as pivots."""
-    for folder in FOLDERS:
-        for path in folder.glob("*.lesson14_compare_attention.md"):
-            text = path.read_text()
-            names = re.findall(r"^## (\w+ \d+(?: causal)?)$", text, re.MULTILINE)
-            assert len(names) == 8
-            assert names[0].startswith("forward")
-            assert text.count(lengths.OURS) == 8
-            assert "| S | ms |" not in text
+    """The long tables of the comparison of attention, as pivots."""
+    text = (REPORTS / rows.MACHINE / "day4_replace_op.lesson14_compare_attention.md").read_text()
+    names = re.findall(r"^## (\w+ \d+(?: causal)?)$", text, re.MULTILINE)
+    assert len(names) == 8
+    assert names[0].startswith("forward")
+    assert text.count(lengths.OURS) == 8
+    assert "| S | ms |" not in text
 
 
 def test_tables_of_steps_stand_in_the_order_of_the_lesson():
     """With heads that say the unit in words."""
-    for folder in FOLDERS:
-        pages = report._step_pages(folder, {})
-        for name in ("day1_pytorch.lesson05_gpu_by_measurement", "day1_pytorch.lesson09_memory_by_measurement"):
-            if text := pages.get(folder / f"{name}.md"):
-                steps = [step.__name__.replace("_", " ") for step in dict(discover())[name].steps]
-                found = re.findall("^## (.*)$", text, re.MULTILINE)
-                assert found == [step for step in steps if step in found]
-                assert not re.findall(r"^\|.*_per_|^\|.*_a_", text, re.MULTILINE)
+    folder = REPORTS / rows.MACHINE
+    pages = report._step_pages(folder, {})
+    for name in ("day1_pytorch.lesson05_gpu_by_measurement", "day1_pytorch.lesson09_memory_by_measurement"):
+        text = pages[folder / f"{name}.md"]
+        steps = [step.__name__.replace("_", " ") for step in dict(discover())[name].steps]
+        found = re.findall("^## (.*)$", text, re.MULTILINE)
+        assert found
+        assert found == [step for step in steps if step in found]
+        assert not re.findall(r"^\|.*_per_|^\|.*_a_", text, re.MULTILINE)
 
 
 # ---- The yardstick --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from lessonkit.exercise import compiled, grade, source
 import pytest
 
 pytestmark = [
-    pytest.mark.kept("*/exercises/*"),
+    pytest.mark.kept("*/exercises/**/*"),
     pytest.mark.skipif(device.HAS_GPU, reason="exercises are graded where every address is watched"),
 ]
 STUB = "the stub as it is"

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 from lessonkit.base.files import ROOT, environment
 from lessonkit.cuda import sass, toolchain
@@ -46,6 +47,16 @@ def test_the_repositorys_files_are_found(tmp_path, monkeypatch):
     assert tracked(tmp_path) == ours
     monkeypatch.setenv("PATH", str(tmp_path))
     assert tracked(tmp_path) == ours
+
+
+def test_each_file_of_tests_has_one_place_in_the_list_of_them():
+    """The list in tests/conftest.py: one pattern names a file, and none names nothing."""
+    text = (ROOT / "tests" / "conftest.py").read_text().split('"""')[1]
+    patterns = [word for line in text.split("this list):\n\n")[1].splitlines() for word in line[16:].split()]
+    files = [path.stem.removeprefix("test_") for path in sorted((ROOT / "tests").glob("test_*.py"))]
+    places = {file: [pattern for pattern in patterns if fnmatch(file, pattern)] for file in files}
+    assert not {file: found for file, found in places.items() if len(found) != 1}
+    assert {pattern for found in places.values() for pattern in found} == set(patterns)
 
 
 def test_generated_files_are_fresh():

@@ -1,5 +1,6 @@
 """Kept verdicts: what a verdict depends on, when it is taken, and that a failure never is."""
 
+import ast
 import subprocess
 from pathlib import Path
 
@@ -84,6 +85,23 @@ def test_a_test_without_the_mark_depends_on_every_file(course, tmp_path, request
     read_by_nobody.write_text("2")
     verdicts.forget()
     assert verdicts.key("test", conftest.depends_on(request.node)) != before
+
+
+def marked():
+    """(test file, pattern) of every `kept` in the suite."""
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.kept":
+                yield from ((path.name, ast.literal_eval(arg)) for arg in node.args)
+
+
+def test_each_pattern_of_a_mark_names_files_and_no_bytecode(request):
+    """One that names nothing would keep a verdict whatever changes; bytecode changes while nothing does."""
+    conftest = next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "TAKEN", ""))
+    found = {(test, pattern): conftest.matching(pattern) for test, pattern in marked()}
+    assert len(found) > 50
+    assert not [asked for asked, files in found.items() if not files]
+    assert not [path for files in found.values() for path in files if path.suffix == ".pyc" or ".venv" in path.parts]
 
 
 def test_what_was_read_has_to_be_unchanged(course, tmp_path):
