@@ -51,7 +51,8 @@ def attention(
     """out [B, H, S_q, D_v] of q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]; differentiable once.
 
     All three have one dtype: fp32, fp16 or bf16, on the CPU float64 too. Any strides, D and D_v from 1 to 256; D_v may
-    differ from D. Under torch.autocast all three are cast to its dtype, except float64.
+    differ from D. Under torch.autocast all three are cast to its dtype, except float64. The matmuls of fp32 are exact
+    unless torch.set_float32_matmul_precision allows TF32.
 
     H is a multiple of H_kv, and query head h reads head h * H_kv // H of k and v. Positions end together: query i
     stands at key i + S_k - S_q.

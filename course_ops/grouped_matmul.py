@@ -63,7 +63,7 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """y[offsets[e] : offsets[e + 1]] = x[offsets[e] : offsets[e + 1]] @ w[e] for each group e, in one launch.
 
     x: [T, K], w: [E, K, N], both fp32, fp16 or bf16, any strides; w[e] may be the .t() of a contiguous [N, K]. Under
-    torch.autocast both are cast to its dtype.
+    torch.autocast both are cast to its dtype. fp32 is exact unless torch.set_float32_matmul_precision allows TF32.
     offsets: [E + 1] int32 on the same device, ascending, within 0 to T; never copied to the host. Rows before
     offsets[0] and from offsets[E] on belong to no group: they are zeros. On a GPU offsets are not checked: if they
     descend, y is undefined, but nothing outside of it is touched. Differentiable in x; not in w.

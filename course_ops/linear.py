@@ -261,6 +261,8 @@ def linear(
     bf16. Under torch.autocast they are cast to its dtype.
     activation: None or "gelu_tanh" (F.gelu(approximate="tanh")). Returns [..., N]. Differentiable in all tensors; with
     an activation and a gradient to come x W^T + bias is kept for the backward, [..., N] in x's dtype.
+    In fp32 the products are exact (IEEE). The gradients, and a forward without bias, activation and residual, are those
+    of course_ops.matmul, which takes TF32 where torch.set_float32_matmul_precision allows it.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for another activation.
     Source: Hendrycks and Gimpel 2016, section 2 (GELU's tanh form).
     """

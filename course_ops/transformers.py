@@ -5,6 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="course_ops")
 
 or model.set_attn_implementation("course_ops") for a model that stands. Nothing is patched.
+
+Three things are not seen, and the result is then wrong without an error: a static cache, sequences that are packed by
+their position_ids, and a mask that is neither causal, nor a window, nor full.
 """
 
 from typing import Any

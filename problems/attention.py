@@ -402,6 +402,6 @@ PROBLEM_BACKWARD = Problem(
     properties=(what_is_not_seen_has_no_gradient,),
     refuses=BACKWARD_REFUSES,
     # delta is a sum over O as it was rounded to 16 bits; PyTorch's own backward rounds P instead. Where a query sees
-    # few keys, dP - delta is a small difference, and that rounding was found to count for 1.5 times the usual budget.
+    # few keys, dP - delta is a small difference, and that rounding takes up to 1.5 times the usual budget.
     factor=2,
 )

@@ -562,6 +562,38 @@ def test_a_second_shape_compiles_nothing(name, backend):
     assert len(set(counts)) == 1, counts
 
 
+# ---- Exported programs, and vmap ----------------------------------------------------------------------------------
+
+
+class Calls(torch.nn.Module):
+    """An operator as a model of its own."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, **tensors):
+        return CALLS[self.name][0](**tensors)
+
+
+@each
+def test_an_exported_program_holds_the_operator_and_computes_the_same(name):
+    tensors = {n: t.detach() for n, t in made(name, at=torch.device("cpu")).items()}
+    program = torch.export.export(Calls(name), (), tensors)
+    assert any(str(node.target).startswith("course_ops.") for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(**tensors), CALLS[name][0](**tensors))
+
+
+@each
+def test_vmap_computes_each_of_a_batch(name):
+    given = [{n: t.detach() for n, t in made(name, at=torch.device("cpu")).items()} for _ in range(2)]
+    first = next(iter(given[0]))
+    batch = torch.stack([tensors[first] for tensors in given])
+    found = torch.func.vmap(lambda t: CALLS[name][0](**given[0] | {first: t}))(batch)
+    for one, expected in zip(found, batch, strict=True):
+        torch.testing.assert_close(one, CALLS[name][0](**given[0] | {first: expected}))
+
+
 # ---- Deterministic algorithms -------------------------------------------------------------------------------------
 
 

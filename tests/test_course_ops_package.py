@@ -98,3 +98,22 @@ def test_course_and_package_have_one_version_and_one_range_of_torch_and_triton()
 def test_the_changelog_begins_with_this_version():
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == course_ops.__version__
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_first_example_of_the_guide_runs_as_it_stands(page, capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "course_ops" / page).read_text(), re.DOTALL)[1]
+    found = {}
+    exec(compile(code, page, "exec"), found)
+    assert found["x"].grad.shape == found["x"].shape
+    assert found["out"].shape == found["q"].shape
+    assert capsys.readouterr().out.splitlines() == [
+        "0: LayerNorm -> course_ops.layer_norm",
+        "1: GELU -> course_ops.gelu",
+    ]
+
+
+def test_the_guide_lists_every_operator():
+    for page in ("README.md", "README.zh-CN.md"):
+        listed = set(re.findall(r"^\| `(\w+)\(", (ROOT / "course_ops" / page).read_text(), re.MULTILINE))
+        assert listed == set(course_ops.__all__) - {"Unsupported", "patch"}, page

@@ -43,7 +43,7 @@ class Rows:
     N: int
     itemsize: int
     sms: int
-    shifted: bool = False  # most rows of 16 bits start where no load of 4 bytes can
+    shifted: bool = False  # 16-bit elements, and most rows start where no load of 4 bytes can
     period: int = 1  # rows so far apart start at the same place between two multiples of 16 bytes, in each tensor
 
     @classmethod

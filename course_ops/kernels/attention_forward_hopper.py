@@ -636,7 +636,7 @@ def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):
     gl.store(lse_ptr + heads.to(gl.int64) * S_q + rows, lse, mask=rows < problem.S_q)
     factor = 1 / gl.where(empty, 1.0, l)
     for i in gl.static_range(len(o)):
-        # The last tile's store had this whole tile's time. Both chunks of D = 256 have one buffer.
+        # The last tile's store had this whole tile's time. Two chunks of equal width have one buffer.
         tma.store_wait(0)
         out = args.o_smems[i].index(WHICH)
         as_rows(out).store(scale_rows(o[i], factor).to(out.dtype))
@@ -675,8 +675,8 @@ def allocate_out(desc, rest, CONSUMERS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc,  # the first columns of q, k [.., D] and v, o [.., D_v]
-    q_rest, k_rest, v_rest, o_rest,  # of the columns from 128 on, or None
+    q_desc, k_desc, v_desc, o_desc,  # of the first chunk of columns of q, k [.., D] and v, o [.., D_v]
+    q_rest, k_rest, v_rest, o_rest,  # of the second chunk of columns, or None
     lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
     records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H
     scale_log2, cap_scale,  # see score_scales

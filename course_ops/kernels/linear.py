@@ -70,7 +70,7 @@ def pointers_kernel(
         ks = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + rows * stride_x + ks, mask=(rows < M) & (ks < K), other=0.0)
         w = tl.load(w_ptr + cols * stride_w + ks[:, None], mask=(cols < N) & (ks[:, None] < K), other=0.0)
-        z = tl.dot(x, w, z, input_precision="ieee")  # fp32 stays fp32, as in PyTorch
+        z = tl.dot(x, w, z, input_precision="ieee")  # exact fp32, also where PyTorch may take TF32
     mask = (rows < M) & (cols < N)
     if BIAS:
         z += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
 """C = A B on Hopper where rows begin within a sector of L2: first a copy whose rows begin at sectors, if that pays.
 
 Each tile reads its rows of A and B from L2, and a matrix is read by many tiles. Rows that begin within a sector cost
-1.7 times as much each time. A copy is read and written once. TMA cannot read rows that begin at
-no multiple of 16 bytes at all, so a matrix of such rows is copied whatever the model says.
+1.7 times as much each time. A copy is read and written once. TMA cannot read rows that begin at no multiple of 16 bytes
+at all, so a matrix of such rows is copied whatever the model says.
 """
 
 import math
