@@ -25,7 +25,8 @@ class Options:
     size = 4
 def rung(x):
     place = 1
-    return launch(x, W) + shared.helper(x) + digits.tail(x) + deep.low(x) + SCALE + Options.size + place
+    wide = launch(x, W, why="as wide as half a word")
+    return wide + shared.helper(x) + digits.tail(x) + deep.low(x) + SCALE + Options.size + place
 def kernel(x):
     getattr(kernels, f"{name_of(x)}_{x.dtype}")(x)
     return _run("scale", x)
@@ -139,6 +140,7 @@ def test_what_a_function_reaches_changes_its_fingerprint(tree, function, file, o
     [
         ("rung", "day1_some/shared.py", '"What it does."', '"What it does, at length."'),
         ("rung", "day1_some/shared.py", "# the last", "# the very last"),
+        ("rung", "day1_some/lesson.py", "half a word", "two bytes"),  # of a why
         ("rung", "day1_some/shared.py", "x + 1", "x + 2"),
         ("rung", "day1_some/deep.py", "return 0", "return 1"),
         ("rung", "day1_some/lesson.py", "return unused", "return unused + 1"),  # its `place` is a local name

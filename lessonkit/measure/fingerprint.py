@@ -25,19 +25,9 @@ VOCABULARY = {
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
 DECLARATION = "LESSON"
 GIVEN = {"inputs": ("inputs", "bench_dtype"), "work": ("work",)}  # what a row is of beside its code: fields that count
+PROSE = ("why",)  # arguments that say something to a reader: they are no code, as docstrings are none
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
 EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
-# Day 5's sweep of matmul takes in all of lesson 1's declaration, its prose too. Prose is no code: two reasons count as
-# they were when the sweep was measured.
-EARLIER |= {
-    "There are two possible causes, and the rows, which record no clock, cannot tell them apart. 490 takes 800 TFLOP/s "
-    "for the peak, the tensor cores' rate at 1.48 GHz. Below its power limit an H200 runs at up to 1.98 GHz, where 840 "
-    "cycles per step are 653 TFLOP/s. Or L2 gives an SM more than 39 bytes per cycle.": "A step takes less than the "
-    "table's 840 cycles, so L2 gives an SM more than the 39 bytes per cycle that the table allows.",
-    "As for `pipelined`: at 1.98 GHz 81% of the peak are 870 TFLOP/s. That is more than cuBLAS reaches at the power "
-    "limit, so the tensor cores and their power are the limit.": "As above: L2 gives more than the table allows, so "
-    "the tensor cores are the limit.",
-}
 # Functions that answer a bench on every GPU with rows as they did when these were measured. Now they also answer on
 # other cards, or for options that those rows have not. They count as their words were then.
 THEN = {
@@ -653,6 +643,8 @@ def _words(node: ast.AST) -> Iterator[str]:
     for name, value in ast.iter_fields(node):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
+                continue
+            if isinstance(item, ast.keyword) and item.arg in PROSE:
                 continue
             if isinstance(item, ast.AST):
                 yield from _words(item)
