@@ -29,6 +29,8 @@ def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list
     """
     measured: list[rows.Row] = []
     for shape in lesson.benches:
+        # Dynamo compiles a function for eight shapes and runs it uncompiled at all others. Lessons share their peers.
+        torch._dynamo.reset()
         try:
             timing.limits()  # once, before a shape takes the memory
             measured += _one_shape(name, lesson, shape, say)
