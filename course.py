@@ -129,14 +129,17 @@ def pip(*words: str, must: bool = True) -> bool:
 def interpreter_of_triton() -> None:
     """Unpack the Python files of Triton's Linux wheel, 200 MB, where it has no other: kernels are interpreted by them.
 
-    lessonkit/base/libtriton.py takes the place of the compiled part. pip compares the wheel with its index's hash.
+    lessonkit/base/libtriton.py takes the place of the compiled part.
     """
-    pinned = re.search(r"^triton==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    locked = (REQUIREMENTS / "course.txt").read_text()
+    listed = re.search(r"^(triton==\S+)[^\\]*((?:\\\n +--hash=\S+ ?)+)", locked, re.MULTILINE)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([str(PYTHON), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory(dir=VENV) as folder:
         which = ["--no-deps", "--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.11"]
-        pip("download", *which, f"--dest={folder}", pinned)
+        anywhere = Path(folder, "triton.txt")  # the list says that it is for Linux
+        anywhere.write_text(" ".join(listed.groups()))
+        pip("download", *which, "--require-hashes", f"--dest={folder}", "--requirement", str(anywhere))
         (wheel,) = Path(folder).glob("triton-*.whl")
         for old in [Path(packages, "triton"), *Path(packages).glob("triton-*.dist-info")]:
             shutil.rmtree(old, ignore_errors=True)

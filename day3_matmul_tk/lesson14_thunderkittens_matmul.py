@@ -11,7 +11,7 @@ Get it. Version 2 is headers only: nothing is installed. `source env.src; python
 version and fails today. The package "kittens" is unrelated:
 
     git clone https://github.com/HazyResearch/ThunderKittens
-    git -C ThunderKittens checkout 0b55588                  # what this lesson was written with, April 2026
+    git -C ThunderKittens checkout 0b55588d2769dde0c7a9a606ffc015b0ca7a9551  # what this lesson was written with
     export THUNDERKITTENS_ROOT=$PWD/ThunderKittens          # `python3 course.py doctor` says whether it is found
 
 nvcc gets two include folders, -DKITTENS_HOPPER and -arch=sm_90a (the line stands at the top of the .cu). Its own

@@ -414,7 +414,7 @@ def discover(which: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
 def specimen(lesson: str, name: str) -> Any:
     """What another lesson's file binds to a name: `specimen("day4_replace_op.lesson03_flash_v1", "flash_v1")`.
 
-    For lessons that measure or inspect kernels of others and have none of their own. The only way to load a lesson.
+    For lessons that measure or inspect kernels of others and have no rungs of their own. The only way to load a lesson.
     Raises Misdeclared if there is no such lesson, or if its file binds no such name.
     """
     if lesson not in names():

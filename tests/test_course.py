@@ -1,6 +1,7 @@
 """course.py: its exit status, and what a failed installation leaves behind. No environment is really made."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
@@ -142,10 +143,18 @@ def test_a_failed_pip_leaves_the_environment(load, tmp_path, monkeypatch):
     assert "--no-compile" in commands[0]
 
 
+def hashes_of(package):
+    """All that the lock file lists of it."""
+    text = (ROOT / "requirements" / "course.txt").read_text()
+    (block,) = re.findall(rf"^{package}==.*(?:\n +--hash=.*)+", text, re.M)
+    return {*re.findall(r"--hash=\S+", block)}
+
+
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
 def test_where_triton_has_no_wheel_its_python_files_are_unpacked(load, tmp_path, monkeypatch, platform):
-    """In the version of constraints.txt, in place of an older one, and without what was compiled for Linux."""
+    """In the locked version, by its hashes, in place of an older one, and without what was compiled for Linux."""
     course, packages, downloads = load(tmp_path), tmp_path / "packages", []
+    locked = []
     (packages / "triton").mkdir(parents=True)
     (packages / "triton" / "old.py").touch()
     (packages / "triton-3.0.0.dist-info").mkdir()
@@ -154,6 +163,7 @@ def test_where_triton_has_no_wheel_its_python_files_are_unpacked(load, tmp_path,
     def run(command, **kwargs):
         if "download" in command:
             downloads.append(command)
+            locked.append(Path(command[command.index("--requirement") + 1]).read_text())
             folder = next(word.removeprefix("--dest=") for word in command if word.startswith("--dest="))
             with zipfile.ZipFile(Path(folder, "triton-9.9.9-cp311-manylinux.whl"), "w") as made:
                 for name in [*wheel, "triton-9.9.9.dist-info/RECORD"]:
@@ -171,5 +181,8 @@ def test_where_triton_has_no_wheel_its_python_files_are_unpacked(load, tmp_path,
     (command,) = downloads
     (pinned,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("triton==")]
     assert command[1:3] == ["-m", "pip"]
-    assert {pinned, "--no-deps", "--only-binary=:all:"} <= {*command}
+    assert {"--require-hashes", "--no-deps", "--only-binary=:all:"} <= {*command}
+    assert locked[0].startswith(f"{pinned} ")
+    assert "sys_platform" not in locked[0]
+    assert {*re.findall(r"--hash=\S+", locked[0])} == hashes_of("triton")
     assert {*files(packages)} == {wheel[0], wheel[2]}

@@ -25,7 +25,7 @@ WHOLE = Machine(
     python_h=True,
     disk_gb=100,
     memory_gb=100,
-    kittens=KITTENS_TRIED,
+    kittens=KITTENS_TRIED[:10],
 )
 NO_GPU = replace(WHOLE, torch_cuda="", smi="", gpu="", capability=0, gpu_free_gb=0, kittens="")
 
@@ -94,8 +94,9 @@ def test_thunderkittens_by_its_commit(tmp_path, monkeypatch):
     def said(machine):
         return judge(machine)[-1].value
 
-    assert said(WHOLE) == KITTENS_TRIED
-    assert said(replace(WHOLE, kittens="1234567")) == f"1234567 (the course was tried with {KITTENS_TRIED})"
+    assert said(WHOLE) == KITTENS_TRIED[:10]
+    assert said(replace(WHOLE, kittens=f"{KITTENS_TRIED[:10]}+")) == f"{KITTENS_TRIED[:10]}+"
+    assert said(replace(WHOLE, kittens="1234567")) == f"1234567 (the course was tried with {KITTENS_TRIED[:10]})"
     (tmp_path / "include").mkdir()
     (tmp_path / "include/kittens.cuh").touch()
     monkeypatch.setenv("THUNDERKITTENS_ROOT", str(tmp_path))

@@ -27,6 +27,7 @@ from lessonkit.pages import report
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from day3_matmul_tk import lesson12_matmul_fp8_blocks
 from problems import matmul_fp8
@@ -288,6 +289,16 @@ def in_rounds(calls, disturbed=""):
     return measure
 
 
+def test_torch_compile_compiles_at_every_shape(monkeypatch):
+    """Dynamo gives up on a function after eight shapes, and calls it as it is; lessons and programs share peers."""
+    without_a_gpu(monkeypatch)
+    counter = CompileCounter()
+    peer = torch.compile(lambda x, y: x + y, backend=counter, dynamic=False)
+    for benches in (range(64, 70), range(70, 76)):
+        bench.bench(ADD, adding(peers={"torch.compile": peer}, benches=tuple({"n": n} for n in benches)), print)
+    assert counter.frame_count == 12
+
+
 def test_what_is_wrong_in_one_round_has_no_row(monkeypatch):
     """The others keep theirs; and who was disturbed is named."""
     calls = iter(range(7))
@@ -497,6 +508,7 @@ import importlib
 from lessonkit.cuda import sass
 from lessonkit.modes import compiled
 import torch
+from torch._dynamo.testing import CompileCounter
 for module, name in ("first", "scale_kernel"), ("second", "times_kernel"), ("third", "scale_kernel"):
     with compiled.compiling(90) as made:
         getattr(importlib.import_module(module), name)[(1,)](torch.empty(4096, device="meta"), 4096, BLOCK=1024)

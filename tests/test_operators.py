@@ -316,7 +316,8 @@ def test_one_shape_from_call_to_row(tmp_path, timings):
     operator_rows.keep(tmp_path / "operators.csv", row)
     (kept,) = operator_rows.read(tmp_path / "operators.csv")
     assert kept == row.sealed()
-    assert operator_bench.said(row)
+    assert "between" not in operator_bench.said(row)
+    assert "; between 0.1 and 0.9 ms" in operator_bench.said(dataclasses.replace(row, p20=0.1, p80=0.9))
 
 
 def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatch):

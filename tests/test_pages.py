@@ -700,6 +700,15 @@ def test_a_copy_has_no_share_of_itself():
     assert pivots.rated([a_row(kind="limit")], "TFLOP/s") == []
 
 
+def test_times_that_lie_far_apart_are_named():
+    """A median hides them: one call in five took half as long again."""
+    calm, apart = a_row(ms_p20=0.10, ms_p80=0.12), a_row(rung="atomics", ms_p20=0.10, ms_p80=0.16)
+    copy = a_row(rung="copy", kind="limit", ms_p20=0.10, ms_p80=0.16)
+    assert report._disturbed([calm, copy]) == ""
+    assert "`atomics`" in (line := report._disturbed([calm, apart, copy]))
+    assert "from 0.1 to 0.16 ms" in line
+
+
 class OtherWords(dict):
     """A catalogue that has every text, in words that no reader knows. Fields, code, links and figures stay."""
 

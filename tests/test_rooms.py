@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import lessonkit
 from lessonkit.base import cpp_text
 from lessonkit.base.files import BY_NAME, ROOT, environment
+from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.lesson import names
 from lessonkit.pages import kit
 from lessonkit.pages.kit import GROUPS
@@ -253,3 +255,66 @@ def test_a_rung_of_another_lesson_is_seen(monkeypatch, tmp_path, line):
 def test_a_lesson_loads_no_other_lesson():
     found = broken()
     assert not found, f"copy the lines, or move them to a problem, to the kit or to course_ops: {found}"
+
+
+# Imports each lesson in a process of its own, forked where the common packages are loaded, and prints what it loads.
+LOADED = """
+import json, os, sys
+import torch, triton, lessonkit
+from importlib import import_module
+from lessonkit.lesson import kernels as lesson_kernels
+from lessonkit.lesson import names
+
+before, found = {*sys.modules}, {}
+for name in names():
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            import_module(name)
+            answer = [module for module in sys.modules if module not in before]
+        except BaseException as error:
+            answer = repr(error)
+        with os.fdopen(write, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        found[name] = json.load(pipe)
+    os.wait()
+json.dump(found, sys.stdout)
+"""
+
+
+def specimens(lesson: str) -> set[str]:
+    """The lessons that a lesson's file names to take a rung from, to measure or to inspect it."""
+    tree = ast.parse((ROOT / f"{lesson.replace('.', '/')}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    taken = [c.args[0] for c in calls if ast.unparse(c.func) == "specimen"]
+    return {arg.value for arg in taken if isinstance(arg, ast.Constant)}
+
+
+def of_lesson(module: str, lesson: str) -> bool:
+    """Whether a module is a lesson's own: its file, its rungs, or the package that these are in."""
+    folder = re.sub(r"\.lesson\d+_", ".", lesson)
+    return module in (lesson, folder, lesson.partition(".")[0]) or module.startswith(f"{folder}.")
+
+
+@pytest.mark.night
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process for each lesson is forked")
+def test_a_lesson_loads_no_other_lesson_in_a_process_of_its_own():
+    """By whatever way, also through the kit. What it takes by `specimen` may come; a lesson with rungs takes none."""
+    done = subprocess.run([sys.executable, "-c", LOADED], env=environment(), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) > 100
+    for lesson, loaded in found.items():
+        assert isinstance(loaded, list), f"{lesson}: {loaded}"
+        taken = specimens(lesson)
+        others = {
+            module
+            for module in loaded
+            if re.match(r"day\d_|cuda_src", module) and not any(of_lesson(module, each) for each in {lesson, *taken})
+        }
+        assert not others, f"{lesson} loads {', '.join(sorted(others))}"
+    with_rungs = {name for name, lesson in lesson_kernels() if lesson.rungs}
+    assert not {lesson for lesson in found if specimens(lesson)} & with_rungs

@@ -1,16 +1,18 @@
 """Files that several processes share: nothing is believed that others could have written, and no update is lost."""
 
+import ast
 import os
 import threading
+from collections import Counter
 from contextlib import suppress
 from dataclasses import fields
 
 from lessonkit.base import eviction, files
 from lessonkit.commands import course_run, versions
 from lessonkit.cuda import build, sass, toolchain
-from lessonkit.exercise import source
+from lessonkit.exercise import progress, source
 from lessonkit.judge import mutants, verdicts
-from lessonkit.measure import fuzzing, gpu_mutants, operator_rows, rows, stale
+from lessonkit.measure import beside, fuzzing, gpu_mutants, operator_rows, rows, sanitize, stale
 from lessonkit.modes import compiled
 
 import pytest
@@ -43,6 +45,22 @@ TAKERS = {
 
 def test_every_part_of_the_cache_is_here():
     assert TAKERS.keys() == set(eviction.PARTS)
+
+
+# Folders that stay: one book, one Pyodide, both of a fixed size and written over by the next.
+STAY = {"web", "pyodide-0.27.7"}
+
+
+def test_what_the_kit_puts_into_the_cache_is_evicted_or_stays_on_purpose():
+    """Each `CACHE / "name"` of the kit; builds have names of their own, which end in a hash."""
+    named = {
+        node.right.value
+        for path in (files.ROOT / "lessonkit").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Constant)
+        if ast.unparse(node.left).split(".")[-1] == "CACHE"
+    }
+    assert named == {*eviction.PARTS, *STAY}
 
 
 @pytest.mark.parametrize("part", TAKERS)
@@ -213,7 +231,54 @@ def keep_operators(folder, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("saver", [save_rows, save_verdicts, add_found, keep_runs, save_versions, keep_operators])
+def save_repeated(folder, monkeypatch):
+    monkeypatch.setattr(beside, "read_csv", Together(beside.read_csv))
+    return (
+        lambda word: beside.save(folder, [beside.Repeated(word, *["x"] * 4, True, 1, 0)]),
+        lambda: (folder / beside.NAME).read_text(),
+    )
+
+
+def save_watched(folder, monkeypatch):
+    monkeypatch.setattr(sanitize, "read_csv", Together(sanitize.read_csv))
+    monkeypatch.setattr(sanitize.operator_cases, "source", lambda name, rung: "x")
+    return (
+        lambda word: sanitize.save(folder, word, "memcheck", Counter(), []),
+        lambda: (folder / sanitize.NAME).read_text(),
+    )
+
+
+def count_cases(folder, monkeypatch):
+    monkeypatch.setattr(fuzzing, "counts", Together(fuzzing.counts))
+    place = folder / "fuzz.csv"
+    known = {"mode": "cpu", "device": "cpu", "cases": 1, "versions": "x", "code": "x", "commit": "x"}
+    return (
+        lambda word: fuzzing.counted(fuzzing.Count(operator=word, direction="forward", **known), place),
+        lambda: place.read_text(),
+    )
+
+
+def learn(folder, monkeypatch):
+    """`watch` in one terminal, `hint` of another exercise in the other."""
+    monkeypatch.setenv("COURSE_ANSWERS", str(folder))
+    monkeypatch.setattr(progress, "_raw", Together(progress._raw))
+    exercises = dict(zip("QZ", source.discover(), strict=False))
+    return lambda word: progress.update(exercises[word], word), lambda: (folder / "progress.json").read_text()
+
+
+def predict(folder, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(folder))
+    monkeypatch.setattr(progress, "_raw", Together(progress._raw))
+    return lambda word: progress.add("asked", word), lambda: (folder / "progress.json").read_text()
+
+
+SAVERS = [
+    save_rows, save_verdicts, add_found, keep_runs, save_versions, keep_operators, save_repeated, save_watched,
+    count_cases, learn, predict,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("saver", SAVERS)
 def test_two_that_write_at_once_lose_nothing(tmp_path, monkeypatch, saver):
     save, text = saver(tmp_path, monkeypatch)
     both = [threading.Thread(target=save, args=(word,)) for word in ("Q", "Z")]

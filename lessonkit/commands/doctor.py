@@ -128,8 +128,8 @@ def judge(m: Machine) -> list[Finding]:
     builds = said("Triton's launcher and torch.compile are built with it; cuda_src/ too, on a CPU")
     none, free = said("none"), said("{size} GB free")
     kittens = m.kittens or (none if m.capability == 90 else said("none, not needed here"))
-    if m.kittens and not m.kittens.startswith(KITTENS_TRIED):
-        kittens += said(" (the course was tried with {commit})").format(commit=KITTENS_TRIED)
+    if m.kittens and not KITTENS_TRIED.startswith(m.kittens.removesuffix("+")):
+        kittens += said(" (the course was tried with {commit})").format(commit=KITTENS_TRIED[:10])
     return [
         *found,
         _gpu(m),

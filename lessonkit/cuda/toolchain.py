@@ -21,7 +21,8 @@ PIP = f"{shlex.quote(sys.executable)} -m pip install"  # the shell's pip may be 
 NVCC_PARTS = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
 NVCC_PACKAGES = " ".join(f"'nvidia-{part}==13.0.*'" for part in NVCC_PARTS)  # as in pyproject.toml
 KITTENS_PARTS = ("include", "prototype")
-KITTENS_TRIED = "0b55588"  # 2026-04-25, version 2.0: the commit that the course was written and measured with
+# 2026-04-25, version 2.0: the commit that the course was written and measured with. A whole hash is of one content.
+KITTENS_TRIED = "0b55588d2769dde0c7a9a606ffc015b0ca7a9551"
 KITTENS = (
     "git clone https://github.com/HazyResearch/ThunderKittens; "
     f"git -C ThunderKittens checkout {KITTENS_TRIED}; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"

@@ -18,7 +18,6 @@ from lessonkit.measure.answers import Answers, another
 
 import torch
 
-DISTURBED = 1.5  # the middle three fifths of a contender's times differ by a few percent, if it has the GPU to itself
 TOO_SMALL = "this GPU has too little free memory"
 
 
@@ -29,6 +28,8 @@ def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list
     """
     measured: list[rows.Row] = []
     for shape in lesson.benches:
+        # Dynamo compiles a function for eight shapes and runs it uncompiled at all others. Lessons share their peers.
+        torch._dynamo.reset()
         try:
             timing.limits()  # once, before a shape takes the memory
             measured += _one_shape(name, lesson, shape, say)
@@ -128,7 +129,7 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     refused |= {label: why for label, why in impossible(lesson, shape, times, kinds).items() if label not in refused}
     for label, kind in kinds.items():
         where, time = f"{label} at {shape_name(shape)}", times[label]
-        if time.p80 > DISTURBED * time.p20:
+        if time.p80 > rows.DISTURBED * time.p20:
             say(f"{where}: between {time.p20:.4g} and {time.p80:.4g} ms, does something else use this GPU?")
         if label in refused:
             say(f"{where}: NOT TIMED, {refused[label]}")

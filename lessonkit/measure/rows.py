@@ -34,6 +34,7 @@ OWN_VERSION = ("torch", "SDPA", "cuBLASLt", "CUB")  # peers that begin so come w
 ELSEWHERE = " §"  # behind the name of a peer that only another lesson of the operator timed (results.beside)
 MACHINE = "nvidia-h200"  # the folder of reports/ that predictions are about, and of which a release wants every row
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
+DISTURBED = 1.5  # the middle three fifths of a contender's times differ by a few percent, if it has the GPU to itself
 CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
 
 
@@ -75,6 +76,11 @@ class Row:
     def is_of(self, source: str) -> bool:
         """Whether the row was measured with this source, or with one that gives the GPU the same."""
         return source in self.source.replace("=", "").split()
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the times of its calls lie far apart: another process used the GPU, or the call itself varies."""
+        return self.ms_p80 > DISTURBED * self.ms_p20
 
     @property
     def of_no_version(self) -> bool:

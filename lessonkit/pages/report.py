@@ -43,6 +43,10 @@ from lessonkit.pages.results import BOUNDS
 MARK = "\\*"  # at a figure that was measured before the code changed
 RATES = later("{unit}, and the ratio to the best peer (above 1: faster)")
 TIMES = later("Time in ms (median), with the shares of the limit and of the data sheet")
+DISTURBED = later(
+    "The times of `{rung}` at {shape} lie far apart: those of the middle three fifths of its calls reach from {low} to "
+    "{high} ms."
+)
 MEASURED = later("{where}. Measured {when}, {dtypes}, random inputs, L2 flushed, rungs and peers interleaved.")
 HOW_TO_READ = later(
     "Rungs stand first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes that "
@@ -290,6 +294,16 @@ def _changed(what: str) -> str:
     return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
 
 
+def _disturbed(found: list[Row]) -> str:
+    """A line for each row whose times lie far apart, which its median does not show."""
+    lines = [
+        said(DISTURBED).format(rung=row.rung, shape=row.shape, low=f"{row.ms_p20:.4g}", high=f"{row.ms_p80:.4g}")
+        for row in found
+        if row.disturbed and row.kind != "limit"
+    ]
+    return "".join(f"\n{line}\n" for line in lines)
+
+
 def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, absent: dict[tuple[str, str], str]) -> str:
     order = [r.__name__ for r in lesson.rungs] + list(lesson.peers) + ["copy"]
     shapes = [shape_name(s) for s in lesson.benches]
@@ -321,7 +335,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         _measured_before(found, why),
         predictions.section(lesson, found, mark),
         f"## {said(RATES).format(unit=unit)}\n\n" + pivots.pivot(pivots.rated(found, unit), rate),
-        f"## {said(TIMES)}\n\n" + pivots.pivot(found, time) + shares.below(found),
+        f"## {said(TIMES)}\n\n" + pivots.pivot(found, time) + shares.below(found) + _disturbed(found),
     ]
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
