@@ -100,7 +100,8 @@ void who_groups(int* out, int64_t n, int gx, int gy, int gz, int bx, int by, int
 }
 
 // How many blocks of a kernel an SM holds at once. Whatever runs out first decides: threads (2048 on an H200), blocks
-// (32), registers (65,536), or shared memory (227 KB), of which each block here is given `shared` bytes.
+// (32; 16 in the emulator), registers (65,536), or shared memory (228 KB). A block takes `shared` bytes of it and 1 KB
+// for the system, so one block can ask for 227 KB.
 int blocks_an_sm(int threads, int64_t shared, cudaStream_t) {
     int blocks = 0;
     CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, who_3d_kernel, threads, shared));

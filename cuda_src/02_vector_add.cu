@@ -48,9 +48,9 @@ void add_grid_stride(const float* x, const float* y, float* z, int64_t n, cudaSt
 }
 
 // v3. New: 16 bytes a load. A float4 must start at a multiple of 16 bytes. At most 3 elements come before the first
-// such address (the head) and at most 3 after the last whole float4 (the tail): six threads take them one by one.
-// Predicted: 64 KB in flight, twice what Little's law asks for: the speed of a copy. A request is 512 bytes, 16
-// sectors.
+// such address (the head) and at most 3 after the last whole float4 (the tail). The first three threads of the grid
+// take one of each. Predicted: 64 KB in flight, 2.5 times what Little's law asks for: the speed of a copy. A request is
+// 512 bytes, 16 sectors.
 __global__ void add_vectorized_kernel(const float* x, const float* y, float* z, int64_t n, int head) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t quads = (n - head) / 4;

@@ -86,9 +86,9 @@ void multiply_coalesced(const float* a, const float* b, float* c, int64_t m, int
 
 // v3. New: the block loads a 32 x 32 tile of A and one of B into shared memory. It uses each element 32 times, and
 // goes on to the next 32 of K. A thread still loads two words an FMA, from shared memory instead of L1. Both loads are
-// conflict-free: of A one word for the whole warp, of B 32 neighbours. Predicted: not much faster! L2 is asked 32
-// times less and the latency is shorter, but the wavefronts are nearly as many. The compiler saves some: it loads four
-// neighbours of A's row at once.
+// conflict-free: of A one word for the whole warp, of B 32 neighbours. Predicted: not much faster! A thread makes 32
+// times fewer global loads, and shared memory answers sooner, but the wavefronts are nearly as many. The compiler saves
+// some: it loads four neighbours of A's row at once.
 __global__ void shared_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k) {
     __shared__ float a_tile[TILE][TILE];  // New
     __shared__ float b_tile[TILE][TILE];

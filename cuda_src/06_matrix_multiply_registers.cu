@@ -22,8 +22,8 @@
 // The register banks are the next limit. There are two, each gives one operand a cycle, and an FMA has three. An FMA
 // keeps the rate if it shares one operand with the FMA before (.reuse in the machine code) and the other two are in
 // different banks. The compiler chooses the registers, and for one FMA in six it finds no such choice. So about 80%
-// remains for v9 and v10. Memory is far from a limit: 128 x 128 tiles read A and B 32 times each, at 4096 4.3 GB in
-// 2.7 ms, a third of what L2 gives.
+// remains for v9 and v10. Memory is far from a limit: 128 x 128 tiles read A and B 32 times each. At 4096 that is 4.3
+// GB in 2.7 ms, 1.6 TB/s, a fifth of the 8 TB/s that L2 gives (day 1, lesson 9).
 //
 // Sources: NVIDIA CUTLASS, "Efficient GEMM in CUDA" (the hierarchy of tiles); S. Gray, "SGEMM" in maxas (registers and
 // banks); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022.

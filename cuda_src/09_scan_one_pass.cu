@@ -77,12 +77,12 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 //
 // So tiles wait for a predecessor's load, never for its look-back. The bytes in flight meanwhile set the pace:
 //
-// - A waiting tile keeps its data in registers: 96 of a thread's 128, so 2 blocks hold 192 KB on an SM. With 16 of 40,
-// as in rungs 1 and 2, it would be 96 KB. Large tiles also publish fewer words. At 4.2 TB/s some 20 tiles begin each
-// microsecond. A round trip to L2 takes most of a microsecond, so a warp reads WINDOW * 32 words at a time.
+// - A waiting tile keeps its data in registers: 96 of a thread's 128, so 2 blocks hold 192 KB on an SM. With 16 of 32,
+//   as in rungs 1 and 2, 8 blocks hold 128 KB. Large tiles also publish fewer words. At 4.2 TB/s some 20 tiles begin
+//   each microsecond. A round trip to L2 takes most of a microsecond, so a warp reads WINDOW * 32 words at a time.
 //
 // - The tile's sum is published before the tile is scanned, because other tiles wait for it. The sum takes 5 shuffles
-//   of a warp, the scan 112. The warps scan while warp 0 looks back.
+//   of a warp, the scan 7 for each of 24 groups of four, 168. The warps scan while warp 0 looks back.
 //
 // - No ticket: tiles are blocks in order, and their loads start at once. A tile waits only for lower blocks, which
 // GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)

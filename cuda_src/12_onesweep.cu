@@ -156,7 +156,7 @@ __device__ void order(Keys<THREADS, ITEMS>& tile, Shared<THREADS, ITEMS>& shared
         shared.ordered[shared.counts[warp][digit_of(tile.key[k], shift, flip)] + tile.rank[k]] = tile.key[k];
 }
 
-// Neighbours in `ordered` mostly have the same digit, so a warp's 32 keys go to one or two runs.
+// Neighbours in `ordered` mostly have the same digit, so a warp's 32 keys go to two or three runs.
 template <int THREADS, int ITEMS>
 __device__ void write(const Shared<THREADS, ITEMS>& shared, uint32_t* out, int64_t left, int shift, uint32_t flip) {
     const int keys = int(min(left, int64_t(THREADS * ITEMS)));

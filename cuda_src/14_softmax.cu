@@ -43,7 +43,7 @@ void softmax_naive(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) 
 
 // v2. New: a block a row, neighbouring threads at neighbouring columns; the threads' results meet in shared memory.
 // Predicted: 2 sectors (bf16) or 4 (fp32) a request instead of 32. The row is still read three times, the second and
-// third time from L1 or L2; each of the two reductions costs 9 barriers.
+// third time from L1 or L2; each of the two reductions costs 10 barriers.
 constexpr int BLOCK = 256;
 
 template <typename Combine>
@@ -79,7 +79,7 @@ void softmax_block(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) 
 }
 
 // v3. New: m and s in one pass. A pair (m, s) stands for the sum s * exp(m); when m grows, s is rescaled, and two
-// pairs merge the same way. Lanes merge by shuffles, so that one barrier is left of 19. Predicted: two reads and a
+// pairs merge the same way. Lanes merge by shuffles, so that one barrier is left of 20. Predicted: two reads and a
 // write. Each iteration needs the pair of the one before: two exponentials in place of one, and no other work of the
 // thread hides them.
 template <typename T>

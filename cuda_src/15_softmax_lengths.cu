@@ -108,7 +108,7 @@ void softmax_registers(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stre
 
 // v5. New: a short row needs no block. LANES lanes of a warp (1 to 32, for up to 2 KB) own a row with four vectors
 // each, 32 / LANES rows per warp. There is no barrier and no shared memory, and lanes past a row's end work on another
-// row. Predicted: copy speed at 256 columns, where v4 keeps 4 of its 32 lanes' 8 vectors.
+// row. Predicted: copy speed at 256 columns, where v4 fills 32 of the 256 vectors that its warp can hold.
 template <typename T, int LANES>
 __global__ void __launch_bounds__(128)
     softmax_lanes_kernel(const T* x, T* y, int64_t M, int n, int vectors, bool whole) {

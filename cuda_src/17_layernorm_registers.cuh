@@ -135,8 +135,8 @@ void layernorm_registers(const T* x, const T* w, const T* b, T* y, float* mean, 
 }
 
 // v5. New: a short row needs no block. LANES lanes of a warp (1 to 32, for up to 2 KB) own a row with four vectors
-// each: no barrier, no shared memory. Predicted: copy speed at 256 columns, where v4 keeps 32 of a warp's 256 vectors;
-// w and b are 4 KB at most, which L1 holds.
+// each: no barrier, no shared memory. Predicted: copy speed at 256 columns, where v4 fills 32 of the 256 vectors that
+// its warp can hold. w and b are 4 KB at most, which L1 holds.
 template <typename T, int LANES, bool WHOLE>
 __global__ void __launch_bounds__(128, 6)
     layernorm_lanes_kernel(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int n,

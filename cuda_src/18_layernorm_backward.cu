@@ -13,7 +13,7 @@
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm_backward
 //           cuda_src/18_layernorm_backward.cu
 // Run:      ./layernorm_backward                          (checks every version, then times them all)
-// No GPU:   python3 course.py run 18_layernorm_backward  (emulated and checked against PyTorch; v3 needs its GPU)
+// No GPU:   python3 course.py run 18_layernorm_backward  (emulated and checked against PyTorch; v4 needs its GPU)
 // Time it:  python3 course.py bench 18_layernorm_backward
 #include "18_layernorm_backward.cuh"  // v1, and what a thread does with its columns
 
@@ -29,11 +29,14 @@ namespace cg = cooperative_groups;
 // fp32 registers from the first row to the last. A second kernel adds the blocks' sums, in a fixed order. cp.async
 // loads the next rows during the work on this one, every thread its own vectors. One barrier combines the two sums of
 // a row. They alternate between two places, so that no second barrier is needed. Predicted: 3MN; and for 132 blocks at
-// N = 8192 another 17 MB of partial sums through L2, 4% of the rest. v3. New: a short row (to 2 KB) belongs to a warp,
-// and needs no barrier. Predicted: the speed that v2 has for long rows, since a short row costs the latency of a warp
-// and not of a block. v4. New: a long row is shared by the blocks of a cluster, which write their sums into each
-// other's shared memory. Predicted: 3MN to 128 KB per row (256 KB where the GPU allows 16 blocks a cluster), where
-// registers would end at 16 KB.
+// N = 8192 another 17 MB of partial sums through L2, 4% of the rest.
+//
+// v3. New: a short row (to 2 KB) belongs to a warp, and needs no barrier. Predicted: the speed that v2 has for long
+// rows, since a short row costs the latency of a warp and not of a block.
+//
+// v4. New: a long row is shared by the blocks of a cluster, which write their sums into each other's shared memory.
+// Predicted: 3MN to 128 KB per row (256 KB where the GPU allows 16 blocks a cluster). Without clusters the registers
+// of a block end at 16 KB.
 enum Meet { WARP, BLOCKWIDE, CLUSTER };
 constexpr int STAGES = 3;  // rows of dy and x in flight
 constexpr int MAX_PARTS = 16;

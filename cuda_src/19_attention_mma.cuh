@@ -7,11 +7,13 @@
 // log2(e) are one factor in one multiply-add: exp(s scale - m scale) = exp2(s c - m c), c = scale log2(e). Predicted,
 // D = 128: for a tile of 64 keys a warp fetches 16 KB of K, 16 KB of V and its 8 KB of Q again. That is 320
 // wavefronts, 1280 cycles for the four warps of a block. These multiply 4 x 32 x 64 x 128 x 4 FLOPs. mma.sync can do
-// 2400 FLOPs per cycle on an SM: 1750 cycles. With 16 queries per warp it would be 1750 for 2304. On 132 SMs at 1.7 GHz
-// that is 540 TFLOP/s if both overlap, 310 if neither does. v5. New: two stages of K and V. The copies of tile j + 1
-// are in flight while tile j is multiplied, and one barrier a tile is enough. After it tile j has arrived, and no warp
-// reads tile j - 1 any more. Predicted: a round trip of some 700 cycles for each tile is hidden, of some 3500: 1.2
-// times v4.
+// 2400 FLOPs per cycle on an SM: 1750 cycles. With 16 queries per warp, eight warps would read 2304 wavefronts in the
+// same 1750 cycles: shared memory would be the limit. On 132 SMs at 1.7 GHz that is 540 TFLOP/s if MMAs and reads
+// overlap, 310 if they do not.
+//
+// v5. New: two stages of K and V. The copies of tile j + 1 are in flight while tile j is multiplied, and one barrier a
+// tile is enough. After it tile j has arrived, and no warp reads tile j - 1 any more. Predicted: a round trip of some
+// 700 cycles for each tile is hidden, of some 3500: 1.2 times v4.
 #pragma once
 #include "mma.cuh"
 #include "course.cuh"

@@ -5,7 +5,7 @@
 // are small, 8 S D bytes per head in bf16, and the matrix between is not. At S = 16384, D = 128 a head's Q, K, V, O are
 // 17 MB and its scores in fp32 1.07 GB. Naive attention writes that matrix, reads and writes it for the softmax and
 // reads it again. That is 16 S^2 bytes against 8 S D, 256 times the least at this size. Online softmax needs none of
-// it. FLOPs: 4 S^2 D a head, half of that if causal; D/2 FLOPs for each byte of scores that naive moves.
+// it. FLOPs: 4 S^2 D a head, half of that if causal; D/4 FLOPs for each byte of scores that naive moves.
 //
 // An H200 has 4.2 TB/s of HBM and 51 TFLOP/s of fp32 on CUDA cores. Its tensor cores have 700 TFLOP/s of bf16 through
 // wgmma and about 60% of that through mma.sync, which this file uses. So two comparisons are fair:

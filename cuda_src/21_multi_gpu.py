@@ -6,7 +6,7 @@ runs them across NVLink on a machine with 2 GPUs, beside copies between the GPUs
 
 Between two H200 a copy stays below the link's rate, because packets have headers. Loads are no slower than stores, so
 enough of them are in flight. For large n the ring with flags is ahead of NCCL. For small n the launches and the latency
-of each message decide, and the version with the fewest messages is the fastest.
+of each message decide, and NCCL is ahead.
 
 Run it:    python3 course.py run 21_multi_gpu
 Check it:  python3 course.py check 21_multi_gpu

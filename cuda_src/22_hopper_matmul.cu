@@ -15,7 +15,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda_src/include -o hopper_matmul
 //           cuda_src/22_hopper_matmul.cu
-//           (-arch=sm_80 for an A100: v2 and v3 then refuse to run)
+//           (-arch=sm_80 for another GPU: v2 and v3 are then left out. Built for sm_90 without the a, they are empty
+//           kernels, and the check says "wrong at 0: -nan".)
 // Run:      ./hopper_matmul
 // Check:    python3 course.py check 22_hopper_matmul
 // Time it:  python3 course.py bench 22_hopper_matmul

@@ -274,10 +274,15 @@ const char* const TRAPS[] = {"missing_barrier",  "missing_second_barrier", "shar
 
 int main(int count, char** arguments) try {
     if (count > 2) throw std::invalid_argument("one name, or none: missing_barrier_broken, missing_barrier_fixed, ...");
+    bool known = count == 1;
     for (const std::string trap : TRAPS) {
-        if (count == 1 || arguments[1] == trap + "_fixed") run<true>(trap, trap + "_fixed");
-        if (count == 2 && arguments[1] == trap + "_broken") run<false>(trap, trap + "_broken");
+        const bool fixed = count == 2 && arguments[1] == trap + "_fixed";
+        const bool broken = count == 2 && arguments[1] == trap + "_broken";
+        if (count == 1 || fixed) run<true>(trap, trap + "_fixed");
+        if (broken) run<false>(trap, trap + "_broken");
+        known = known || fixed || broken;
     }
+    if (!known) throw std::invalid_argument(std::string(arguments[1]) + " is no name; ./traps alone lists the names");
 } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -10,7 +10,7 @@ bf16 (16.8 MB in and out) look faster if you forget to flush? How many timings d
 faster is a matmul of zeros? (Single launches, queues and graphs are in day1_pytorch/lesson05_gpu_by_measurement. A
 launch without a synchronisation is in day2_triton_basics/lesson17_green_but_wrong.)
 You will learn: to flush, to interleave, to repeat until the median is stable, to use random data, and to report the
-clock. All of it stands in lessonkit/measure/timing.py, in 110 lines.
+clock. All of it stands in lessonkit/measure/timing.py, one short file.
 Run it:    python3 course.py run lesson05_benchmark_traps
 """
 

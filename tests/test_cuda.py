@@ -8,6 +8,7 @@ import lessonkit.base.device as device
 from lessonkit import cuda
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Unsupported
+from lessonkit.base.files import ROOT
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import check, counters
 from lessonkit.lesson import kernels
@@ -285,3 +286,13 @@ def test_program_runs(extension):
         pytest.skip(why)
     source: Path = extension.source
     assert "right" in run(build.program(source) if device.HAS_GPU else build.emulated_program(source, sanitized=True))
+
+
+def test_a_name_that_no_trap_has_is_refused():
+    """`./traps missing_barrier` is a form of no trap: it would print nothing, as if all were right."""
+    if why := toolchain.lacks("g++", "ninja"):
+        pytest.skip(why)
+    (program,) = build.build([build.emulated_program(ROOT / "cuda_src/24_traps.cu")])
+    done = subprocess.run([program, "missing_barrier"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "missing_barrier is no name; ./traps alone lists the names\n"

@@ -68,9 +68,14 @@ def _lines(folder: str, language: str, first: str, last: str) -> Iterator[list[s
         number = stem.removeprefix("lesson").partition("_")[0]
         if name.startswith(f"{folder}.") and first <= number <= last:
             said = about(name)
-            file = next(p for p in (f"{stem}.cu", f"{stem}.py") if (ROOT / folder / p).exists())
+            program = (ROOT / folder / f"{stem}.cu").exists() and "@triton.jit" not in _text(folder, stem)
+            file = f"{stem}.cu" if program else f"{stem}.py"  # where a reader begins: the file with the kernels
             star = " *" if said.star else ""
             yield [f"[{stem}]({file}){star}", f"{said.hours:g}", translated(said.teaches, language)]
+
+
+def _text(folder: str, stem: str) -> str:
+    return (ROOT / folder / f"{stem}.py").read_text()
 
 
 def untranslated(language: str) -> list[str]:
