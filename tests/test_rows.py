@@ -15,7 +15,7 @@ from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
 from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import fingerprint, launches, rows, stale
-from lessonkit.pages import operators, report
+from lessonkit.pages import operator_pages, report
 
 import pytest
 from typer.testing import CliRunner
@@ -192,15 +192,15 @@ def test_pages_grow_a_column_for_a_card(a_card):
     """At the same shape as ours; and its own pages, and a section of the README."""
     today = stale.Today(kernels())
     assert [folder.name for folder in stale.device_folders()] == [DEVICE, CARD], "ours are read where there are two"
-    header, _, *lines = [line for line in operators.cards(today).splitlines() if line.startswith("|")]
+    header, _, *lines = [line for line in operator_pages.cards(today).splitlines() if line.startswith("|")]
     assert header == f"| operator | shape | {DEVICE} | {CARD} |"
     (add,) = [line for line in lines if line.startswith("| vector add |")]
     ours, theirs = (float(rate) for rate in re.findall(r"([\d.]+) TB/s", add))
     assert ours == pytest.approx(3 * theirs, rel=0.02)
     assert sum(not line.endswith("|  |") for line in lines) == 1, "what was not measured on it is left empty"
-    made = operators.pages(a_card.parent, today)
+    made = operator_pages.pages(a_card.parent, today)
     assert [path.name for path in made] == ["vector_add.md"]
-    assert f"### {CARD}" in operators.overview("en", today)
+    assert f"### {CARD}" in operator_pages.overview("en", today)
 
 
 def test_another_card_is_no_part_of_a_release(a_card):

@@ -10,7 +10,7 @@ from lessonkit.commands import course_run, versions
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import source
 from lessonkit.judge import mutants, verdicts
-from lessonkit.measure import fuzzing, gpu_mutants, operator_rows, rows, stale
+from lessonkit.measure import fuzz_runs, gpu_mutants, operator_rows, rows, stale
 from lessonkit.modes import compiled
 
 import pytest
@@ -178,10 +178,10 @@ def save_verdicts(folder, monkeypatch):
 
 
 def add_found(folder, monkeypatch):
-    monkeypatch.setattr(fuzzing, "found", Together(fuzzing.found))
+    monkeypatch.setattr(fuzz_runs, "found", Together(fuzz_runs.found))
     place = folder / "found.jsonl"
     return (
-        lambda word: fuzzing.add(fuzzing.Found("interpreted", {"seed": word}, "wrong", word), place),
+        lambda word: fuzz_runs.add(fuzz_runs.Found("interpreted", {"seed": word}, "wrong", word), place),
         lambda: place.read_text(),
     )
 

@@ -23,7 +23,7 @@ from lessonkit.pages import (
     glossary,
     guides,
     kit,
-    operators,
+    operator_pages,
     path_pages,
     pivots,
     plots,
@@ -159,7 +159,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
                 made[folder / f"{name}.png"] = picture
                 page += f"\n![{plots.alt(said(title(name)), found)}]({name}.png)\n"
             made[folder / f"{name}.md"] = page
-        made |= operators.pages(folder, today)
+        made |= operator_pages.pages(folder, today)
         made |= final_report.pages(folder, today)
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
@@ -174,7 +174,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
             )
         if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
-    made[REPORTS / "cards.md"] = operators.cards(today)
+    made[REPORTS / "cards.md"] = operator_pages.cards(today)
     made[REPORTS / "README.md"] = _index(made)
     made[REPORTS / "compiled" / "targets.md"] = targets.page(lessons)
     return made
@@ -200,7 +200,7 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         text = filled(text, "versions", targets.versions(language))
-        made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
+        made[ROOT / readme] = filled(text, "results", operator_pages.overview(language, today))
         page = ROOT / "lessonkit" / readme
         text = filled(page.read_text(), "tiers", verify.tiers(language))
         text = filled(text, "lines", kit.lines(language))
@@ -325,7 +325,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     ]
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
-    others = others.format(operator=said(of), file=operators.file_name(of))
+    others = others.format(operator=said(of), file=operator_pages.file_name(of))
     return f"# {said(title(name))}\n\n{about}\n\n{sentences(said(HOW_TO_READ), others)}\n\n" + "\n".join(
         filter(None, parts)
     )
@@ -444,13 +444,13 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        cells = [[shares.marked(name, str(cell(value))) for name, value in operators.marked(row).items()]
+        cells = [[shares.marked(name, str(cell(value))) for name, value in operator_pages.marked(row).items()]
                  for row in table.rows]  # fmt: skip
         part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
         part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
-        part += operators.footnotes(" ".join(cell for line in cells for cell in line))
+        part += operator_pages.footnotes(" ".join(cell for line in cells for cell in line))
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
@@ -512,7 +512,7 @@ def _index(made: Collection[Path]) -> str:
     )
     parts = [f"# {said('Reports')}", generated, f"## {said('How fast is it?')}", every_card]
     gpus, by_lesson = device_folders(), list[str]()
-    computed = {operators.file_name(op): op for op in (results.operator(name) for name, _ in kernels())}
+    computed = {operator_pages.file_name(op): op for op in (results.operator(name) for name, _ in kernels())}
     for gpu in gpus:
         if gpu / "final_report.md" in made:
             words = said("{gpu}: [what was built and how fast it is]({file}), in two pages.")
