@@ -654,7 +654,7 @@ def list_stale(
         show.console.print(words.format(count=stale.record()))
     folders = stale.released() if release else stale.device_folders()
     old = stale.old(folders)
-    body = ([each.device, *each.named, each.reason(), each.row.commit] for each in old)
+    body = ([each.device, *each.named, stale.in_words(each.why), each.row.commit] for each in old)
     titles = [said("device"), said("lesson"), said("rung"), said("shape"), said("why"), said("measured at")]
     show.table(counted(len(old), said("1 row to measure again"), said("{count} rows to measure again")), titles, body)
     tables = stale.old_tables(folders)

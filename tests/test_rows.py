@@ -351,7 +351,7 @@ def test_a_peer_of_no_version_is_to_be_measured_again(measured, monkeypatch, pee
     """As `renew` does with all that is listed; nothing has changed, so no page says that it did."""
     monkeypatch.setattr(stale.Today, "why_old", lambda self, row: "")
     measured(rung=peer, kind="peer", peer_version=version)
-    assert [(each.why, each.reason()) for each in stale.old()] == [(said, said) for said in why]
+    assert [(each.why, stale.in_words(each.why)) for each in stale.old()] == [(said, said) for said in why]
 
 
 @pytest.mark.parametrize(

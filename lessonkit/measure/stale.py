@@ -59,12 +59,13 @@ class Old:
         lesson, rung, shape = self.named
         return f"{self.device}: {lesson} {rung} at {shape}: {self.why}, measured at {self.row.commit}"
 
-    def reason(self) -> str:
-        """Why, in the language of this process."""
-        parts, changed, _ = self.why.partition(" changed")
-        if not changed:
-            return said(self.why)
-        return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
+
+def in_words(why: str) -> str:
+    """Why a row is old (Today.why_old), in the language of this process: "code and inputs changed"."""
+    parts, changed, _ = why.partition(" changed")
+    if not changed:
+        return said(why)
+    return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
 
 
 def device_folders() -> list[Path]:

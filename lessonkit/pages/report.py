@@ -16,7 +16,7 @@ from lessonkit.judge import verify
 from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.measure import fingerprint, ncu, rows, sanitize
 from lessonkit.measure.rows import Row
-from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
+from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, in_words, table_is_old
 from lessonkit.modes import compiled
 from lessonkit.pages import (
     final_report,
@@ -37,10 +37,10 @@ from lessonkit.pages import (
     watched,
 )
 from lessonkit.pages.guides import GUIDES
+from lessonkit.pages.operator_pages import MARK
 from lessonkit.pages.plots import Picture
 from lessonkit.pages.results import BOUNDS
 
-MARK = "\\*"  # at a figure that was measured before the code changed
 RATES = later("{unit}, and the ratio to the best peer (above 1: faster)")
 TIMES = later("Time in ms (median), with the shares of the limit and of the data sheet")
 MEASURED = later("{where}. Measured {when}, {dtypes}, random inputs, L2 flushed, rungs and peers interleaved.")
@@ -277,17 +277,10 @@ def _measured_before(found: list[Row], why: dict[Row, str]) -> str:
     one = said("`{rung}`, 1 shape: measured at {commit}, before a change ({what}).")
     many = said("`{rung}`, {count} shapes: measured at {commit}, before a change ({what}).")
     lines = [
-        f"{MARK} {(one if count == 1 else many).format(rung=rung, count=count, commit=commit, what=_changed(what))}"
+        f"{MARK} {(one if count == 1 else many).format(rung=rung, count=count, commit=commit, what=in_words(what))}"
         for (rung, what, commit), count in groups.items()
     ]
     return "\n".join(lines) + "\n" if lines else ""
-
-
-def _changed(what: str) -> str:
-    """Why a row is old (Today.why_old): "code and inputs changed"."""
-    if (parts := what.removesuffix(" changed")) == what:
-        return said(what)
-    return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
 
 
 def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, absent: dict[tuple[str, str], str]) -> str:
