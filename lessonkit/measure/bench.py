@@ -156,8 +156,7 @@ def impossible(lesson: Lesson, shape: Shape, times: dict[str, timing.Timing], ki
 
 def _rate(lesson: Lesson) -> float:
     """FLOP/s of matmuls in the dtype that is timed."""
-    dtype = str(lesson.bench_dtype).removeprefix("torch.")
-    return timing.limits().matmul[{"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(dtype, "fp32")]
+    return timing.limits().rate(str(lesson.bench_dtype).removeprefix("torch."))
 
 
 def _verify(lesson: Lesson, question: check.Truth, answer: Any, rung: Rung | None) -> None:

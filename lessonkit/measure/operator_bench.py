@@ -277,8 +277,7 @@ def _needed(ms: Mapping[str, float]) -> Collection[str]:
 def row_of(case: Case, times: Mapping[str, timing.Timing], absent: Mapping[str, str], **more: Any) -> Row:
     """The row of a case from the times of "ours", "copy" and the peers."""
     ours, work, best = times["ours"], case.work(), timing.limits()
-    names = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
-    rate = best.matmul[names.get(case.key[3], "fp32")]
+    rate = best.rate(case.key[3])
     limit = max(times["copy"].p50, work.flops / rate * 1e3)
     peers = {name: round(t.p50, 5) for name, t in times.items() if name not in ("ours", "copy")}
     name = min(peers, key=lambda n: peers[n], default="")
