@@ -349,7 +349,7 @@ def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[
         return _sampled(problem.reference(*args))
 
     try:
-        truth = check.Truth(args, reference(*map(_wide, args)), reference(*args), problem.factor, reference)
+        truth = check.Truth(args, reference(*map(check.in_float64, args)), reference(*args), problem.factor, reference)
     except torch.OutOfMemoryError:  # the shape is timed and not compared; smaller ones are
         return Answers(args, lambda name, answer: "")
 
@@ -367,10 +367,6 @@ def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[
     for name, call in contenders.items():
         answers.enter(name, call)
     return answers
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _sampled(answer: Any) -> tuple[Any, ...]:
