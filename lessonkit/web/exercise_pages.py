@@ -27,13 +27,12 @@ class Page:
 
     def text(self) -> str:
         source = self.source
-        folder = source.path.parent.parent.name
         words = source.read(source.with_marks, self.say)
         first = next(part for part in myst.parts(words, self.suffix) if part.kind == myst.PROSE)
         title, task = myst.title(first.text)
         todo = "\n".join(f"{r.number}. {myst.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
         commands = f"{COURSE} exercise next {source.short}\n{COURSE} exercise watch {source.short}"
-        guide = places.relative(f"{folder}/index", places.exercise_page(source))
+        guide = places.relative(f"{source.folder}/index", places.exercise_page(source))
         start, count = translated("The file you start from", self.language), translated("Hint {number}", self.language)
         said = [
             f"# {myst.escaped(title or self.say(source.title))}",
@@ -60,7 +59,7 @@ class Page:
                 "At a web address the page grades by itself, with Python in the browser. A page from a file cannot.",
                 self.language,
             )
-        elif self.source.path.parent.parent.name == pack.FOLDER:
+        elif self.source.folder == pack.FOLDER:
             alone = translated(
                 "This copy of the book was built without Python for pages, so the page itself cannot grade.",
                 self.language,
@@ -148,7 +147,7 @@ def _python(size: float) -> str:
 
 def index(folder: str, language: str, python: float = 0) -> str:
     """The page of all exercises of a folder."""
-    here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
+    here = [source for source in places.exercises() if source.folder == folder]
     lines = [f"1. [{myst.escaped(translated(s.title, language))}]({s.path.stem}.md)" for s in here]
     toctree = "\n".join(s.path.stem for s in here)
     words = attribute({"passed": _passed(language)})

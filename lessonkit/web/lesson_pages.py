@@ -241,7 +241,7 @@ def _scrolling(svg: str) -> str:
 def exercises_of(lesson: str) -> tuple[list[Source], list[Source]]:
     """The exercises that name the lesson, or are named like it; the others of its folder."""
     folder, _, stem = lesson.partition(".")
-    here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
+    here = [source for source in places.exercises() if source.folder == folder]
     mine = [s for s in here if stem in s.path.read_text() or f"_{s.short}" in f"_{stem.partition('_')[2]}"]
     return mine, [s for s in here if s not in mine]
 

@@ -49,11 +49,8 @@ class Sources:
                     self._put(each, text)
         for source in places.exercises():
             if self._wanted(page := places.exercise_page(source)):
-                self._put(
-                    page,
-                    exercise_pages.Page(source, self.language, self._python(source.path.parent.parent.name)).text(),
-                )
-        for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
+                self._put(page, exercise_pages.Page(source, self.language, self._python(source.folder)).text())
+        for folder in dict.fromkeys(source.folder for source in places.exercises()):
             if self._wanted(page := f"{folder}/exercises/index"):
                 self._put(page, exercise_pages.index(folder, self.language, self._python(folder)))
         for name, path in quiz.files().items():
@@ -164,7 +161,7 @@ class Sources:
             folder = page.removesuffix("/index")
             below = [p for p in guides if p != page and p.startswith(f"{folder}/")]
             lessons_here = [places.lesson_page(name) for name in names(f"{folder}.") if name.startswith(f"{folder}.")]
-            exercised = any(s.name.startswith(f"{folder}.") for s in places.exercises())
+            exercised = any(source.folder == folder for source in places.exercises())
             before, after = ([places.quiz_page(folder, part)] * (folder in quiz_pages.folders()) for part in quiz.PARTS)
             below = [*before, *lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *after, *below]
         else:
