@@ -33,7 +33,8 @@ class Page:
         todo = "\n".join(f"{r.number}. {myst.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
         commands = f"{COURSE} exercise next {source.short}\n{COURSE} exercise watch {source.short}"
         guide = places.relative(f"{source.folder}/index", places.exercise_page(source))
-        start, count = translated("The file you start from", self.language), translated("Hint {number}", self.language)
+        start = html.escape(translated("The file you start from", self.language))
+        count = html.escape(translated("Hint {number}", self.language))
         said = [
             f"# {myst.escaped(title or self.say(source.title))}",
             f"[{translated('The guide of this day', self.language)}]({guide}.md)",
@@ -45,8 +46,8 @@ class Page:
             '<div class="exercise-terminal">',
             myst.fence("bash", commands),
             self._why_terminal(),
-            _folded(start, myst.code(source.read(source.stub, self.say), self.suffix), unfolded=True),
-            *(_folded(count.format(number=n), myst.escaped(self.say(" ".join(hint.split()))))
+            myst.folded(start, myst.code(source.read(source.stub, self.say), self.suffix), "hint", unfolded=True),
+            *(myst.folded(count.format(number=n), myst.escaped(self.say(" ".join(hint.split()))), "hint")
               for n, hint in enumerate(self.hints, 1)),
             "</div>",
         ]  # fmt: skip
@@ -133,11 +134,6 @@ def _passed(language: str) -> str:
 
 def attribute(data: object) -> str:
     return html.escape(json.dumps(data, ensure_ascii=False))
-
-
-def _folded(summary: str, body: str, *, unfolded: bool = False) -> str:
-    opened = " open" * unfolded
-    return f'<details class="fold hint"{opened}><summary>{html.escape(summary)}</summary>\n\n{body}\n\n</details>'
 
 
 def _python(size: float) -> str:

@@ -130,8 +130,8 @@ class Page:
             summary = translated("Imports", self.language)
         else:
             summary = f"<code>{html.escape(text.splitlines()[0][:80])}</code>"
-        unfolded = " open" if isinstance(self.lesson, Steps) and names and not declares else ""
-        return _folded(summary, myst.code(text, path.suffix), "code", unfolded)
+        unfolded = isinstance(self.lesson, Steps) and bool(names) and not declares
+        return myst.folded(summary, myst.code(text, path.suffix), "code", unfolded=unfolded)
 
     def _linked(self, markdown: str) -> str:
         """The list of new words with links to the glossary."""
@@ -163,7 +163,7 @@ class Page:
             changed = list(difflib.unified_diff(before, after, old, new, lineterm="", n=2))
             if changed:
                 summary = translated("Diff: {old} to {new}", self.language).format(old=old, new=new)
-                yield new, _folded(html.escape(summary), myst.diff("\n".join(changed)), "diff")
+                yield new, myst.folded(html.escape(summary), myst.fence("diff", "\n".join(changed)), "diff")
 
     def _rest(self) -> Iterator[str]:
         while self.diffs:
@@ -195,7 +195,7 @@ class Page:
         for page in pages:
             shown = self._report(page, plots=data is None)
             summary = translated("All rows of {device} as tables", self.language).format(device=page.parent.name)
-            yield _folded(html.escape(summary), shown, "tables", "" if data else " open")
+            yield myst.folded(html.escape(summary), shown, "tables", unfolded=data is None)
 
     def _compiled(self) -> Iterator[str]:
         compiled = translated("Compiled for each target", self.language)
@@ -203,9 +203,8 @@ class Page:
         for folder, heading in (("compiled", compiled), ("emulated", emulated)):
             if (page := REPORTS / folder / f"{self.name}.md").exists():
                 yield f"## {heading}"
-                yield _folded(
-                    html.escape(translated("Table", self.language)), self._report(page, plots=False), "tables"
-                )
+                summary = html.escape(translated("Table", self.language))
+                yield myst.folded(summary, self._report(page, plots=False), "tables")
 
     def _report(self, page: Path, *, plots: bool) -> str:
         """A page of reports/ as a part of this one."""
@@ -253,10 +252,6 @@ def order(names: list[str]) -> dict[str, dict[str, object]]:
         pages = list(dict.fromkeys(places.lesson_page(name) for name in route.lessons if name in names))
         found[route.name] = {"title": route.title, "pages": pages}
     return found
-
-
-def _folded(summary: str, body: str, kind: str, unfolded: str = "") -> str:
-    return f'<details class="fold {kind}"{unfolded}><summary>{summary}</summary>\n\n{body}\n\n</details>'
 
 
 def _defined(text: str, suffix: str) -> Iterator[str]:
