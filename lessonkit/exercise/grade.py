@@ -385,6 +385,3 @@ def _without_lines(why: str) -> str:
 
 def _without_numbers(why: str) -> str:
     return re.sub(r"-?\d+", "", why)
-
-
-__all__ = ["Verdict", "grade", "grade_and_compile", "grade_apart", "recognised"]

@@ -498,15 +498,3 @@ def tiers(language: str) -> str:
 
 def every_question(prefix: str = "") -> list[Question]:
     return [question for name, lesson in discover(prefix) for question in questions(name, lesson)]
-
-
-__all__ = [
-    "Checked",
-    "LeftOut",
-    "Question",
-    "every_question",
-    "first_target",
-    "grad_checks",
-    "questions",
-    "rung_checks",
-]
