@@ -22,7 +22,7 @@ DISTURBED = 1.5  # the middle three fifths of a contender's times differ by a fe
 TOO_SMALL = "this GPU has too little free memory"
 
 
-def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list[rows.Row]:
+def bench(name: str, lesson: Lesson, say: Callable[[str], None]) -> list[rows.Row]:
     """Check and time every rung and peer at every bench shape; every answer that is timed is compared.
 
     `say` gets a line for each one left out, and for each whose times were disturbed.

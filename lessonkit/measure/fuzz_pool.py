@@ -6,7 +6,6 @@ where it has kernels. A process that dies or hangs is asked again, by another on
 """
 
 import json
-import math
 import os
 import subprocess
 import time
@@ -267,16 +266,16 @@ def _drawing(said: dict[str, Any]) -> Drawing:
 
 
 def shrunk(
-    drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], *, tries: int = SHRINKING, until: float = math.inf
+    drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], *, until: float
 ) -> Found:  # fmt: skip
-    """The same fault of a simpler case: fewer choices, each as small as it may be, in so many tries and that time."""
+    """The same fault of a simpler case: fewer choices, each as small as it may be, in SHRINKING tries and that time."""
     asked, nth, last = {json.dumps(failure.case)}, 0, 0  # last: the place that was simplified last
     while True:
         for choices in _simpler(drawing.choices, nth):
             simpler = replace(drawing, choices=choices)
             if (name := json.dumps(simpler.case)) in asked:
                 continue
-            if len(asked) > tries or time.monotonic() > until:
+            if len(asked) > SHRINKING or time.monotonic() > until:
                 return failure
             asked.add(name)
             outcome = ask(simpler.case)

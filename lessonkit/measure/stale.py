@@ -263,11 +263,9 @@ def table_is_old(lesson: str, about: dict[str, Any]) -> bool:
     return bool(then != now)
 
 
-def old_tables(folders: Iterable[Path] | None = None) -> list[str]:
+def old_tables(folders: Iterable[Path]) -> list[str]:
     """The tables of steps that have changed since they were measured: device/lesson.table."""
-    return [
-        f"{path.parent.name}/{path.stem}" for path, _, _ in tables(device_folders() if folders is None else folders)
-    ]
+    return [f"{path.parent.name}/{path.stem}" for path, _, _ in tables(folders)]
 
 
 def tables(folders: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
