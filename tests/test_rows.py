@@ -11,6 +11,7 @@ from pathlib import Path
 from lessonkit.__main__ import app
 from lessonkit.base import device, renames
 from lessonkit.base.files import ROOT
+from lessonkit.base.tables import head, read_csv, seal, to_csv
 from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
 from lessonkit.lesson import kernels, shape_name
@@ -135,8 +136,8 @@ def test_every_figure_follows_from_the_times(path):
 
 def test_the_tables_of_steps_fit_their_seals():
     for path in (p for folder in stale.device_folders() for p in folder.glob("*.*.*.csv")):
-        about = rows.head(path)
-        assert about["seal"] == rows.seal(rows.read_csv(path), about["commit"]), path
+        about = head(path)
+        assert about["seal"] == seal(read_csv(path), about["commit"]), path
         assert about["source"], path
         assert about["gpu"] == path.parent.name, path
 
@@ -229,8 +230,8 @@ def test_another_card_is_no_part_of_a_release(a_card):
 def test_a_changed_figure_is_found(tmp_path, change, says):
     name = "day2_triton_basics.lesson05_softmax"
     path = tmp_path / f"{name}.csv"
-    found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
-    path.write_text(rows.to_csv([change(found[0]), *found[1:]]))
+    found = read_csv(ROOT / "reports" / DEVICE / path.name)
+    path.write_text(to_csv([change(found[0]), *found[1:]]))
     assert any(says in fault for fault in faults(path)), faults(path)
     assert any("seal" in fault for fault in faults(path)), "whatever was measured is sealed"
 
@@ -238,11 +239,11 @@ def test_a_changed_figure_is_found(tmp_path, change, says):
 def test_a_dropped_peer_is_found(tmp_path):
     name = "day2_triton_basics.lesson05_softmax"
     path = tmp_path / f"{name}.csv"
-    found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
+    found = read_csv(ROOT / "reports" / DEVICE / path.name)
     shutil.copy(ROOT / "reports" / DEVICE / "absent.csv", tmp_path)
-    path.write_text(rows.to_csv(found))
+    path.write_text(to_csv(found))
     assert not faults(path)
-    path.write_text(rows.to_csv(row for row in found if row["rung"] != "quack"))
+    path.write_text(to_csv(row for row in found if row["rung"] != "quack"))
     assert f"{found[0]['shape']}: quack has no row" in faults(path)
 
 
@@ -251,7 +252,7 @@ def test_the_list_of_absent_peers_only_shrinks():
 
     96 of them are peers that a lesson got when it came to share its problem with others.
     """
-    listed = rows.read_csv(ROOT / "reports" / DEVICE / "absent.csv")
+    listed = read_csv(ROOT / "reports" / DEVICE / "absent.csv")
     assert len(listed) <= 10
     for line in listed:
         have = {(row.rung, row.shape) for row in rows.read_all(ROOT / "reports" / DEVICE / f"{line['lesson']}.csv")}
@@ -268,7 +269,7 @@ def test_no_page_shows_a_ratio_that_lacks_a_peer(tmp_path):
         about | {"shape": first, "reason": rows.NOT_INSTALLED},
         about | {"shape": second, "reason": "it refuses the shape"},
     ]
-    (tmp_path / "absent.csv").write_text(rows.to_csv(lines))
+    (tmp_path / "absent.csv").write_text(to_csv(lines))
     found = [row for row in rows.read(tmp_path / f"{name}.csv") if row.kind == "rung"]
     assert not any(row.ratio_to_best_peer for row in found if row.shape == first)
     assert all(row.ratio_to_best_peer for row in found if row.shape == second)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from lessonkit.base.files import REPORTS
+from lessonkit.base.tables import to_csv, with_head
 from lessonkit.lesson import kernels
 from lessonkit.measure import operator_rows, rows, yardstick
 from lessonkit.measure.stale import Today
@@ -25,7 +26,7 @@ def folder(tmp_path):
     """A GPU's folder with the table and the operators' rows."""
     found = tmp_path / rows.MACHINE
     found.mkdir()
-    (found / yardstick.FILE).write_text(rows.with_head({"note": ""}, rows.to_csv(TABLE)))
+    (found / yardstick.FILE).write_text(with_head({"note": ""}, to_csv(TABLE)))
     return found
 
 

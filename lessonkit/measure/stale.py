@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lessonkit.base import renames
-from lessonkit.base.files import ROOT
+from lessonkit.base.files import ROOT, changing, write_atomically
+from lessonkit.base.tables import head
 from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, discover, kernels, shape_name
 from lessonkit.measure import fingerprint, launches, operator_rows, rows
@@ -247,8 +248,8 @@ def _in_file(
     new = {row: changed(row, mark) for row, mark in zip(old, marks(old), strict=True)}
     differ = sum(row != before for before, row in new.items())
     if differ:
-        with rows.changing(path):  # compiling took minutes: rows may have been measured meanwhile
-            rows.write_atomically(path, as_csv(new.get(row, row) for row in read(path)))
+        with changing(path):  # compiling took minutes: rows may have been measured meanwhile
+            write_atomically(path, as_csv(new.get(row, row) for row in read(path)))
     return differ
 
 
@@ -273,6 +274,6 @@ def tables(folders: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
     lessons = {name for name, _ in discover()}
     for folder in folders:
         for path in sorted(folder.glob("*.*.*.csv")):
-            about, lesson = rows.head(path), renames.lesson(path.stem.rsplit(".", 1)[0])
+            about, lesson = head(path), renames.lesson(path.stem.rsplit(".", 1)[0])
             if lesson in lessons and table_is_old(lesson, about):
                 yield path, lesson, about["step"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import chips, renames, words
-from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.files import REPORTS, ROOT, write_atomically
 from lessonkit.base.markdown import filled, markdown
+from lessonkit.base.tables import head, read_csv, seal, to_csv, with_head
 from lessonkit.base.words import later, listed, retold, said, sentences, speaking
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import verify
@@ -85,7 +86,7 @@ def committed(lesson: str, table: str) -> list[dict[str, str]]:
 
 def kept_table(folder: Path, lesson: str, table: str) -> list[dict[str, str]]:
     """The rows of a step's table in reports/<device>; [] when there are none."""
-    return rows.read_csv(renames.place(folder / _file_of(lesson, table)))
+    return read_csv(renames.place(folder / _file_of(lesson, table)))
 
 
 def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
@@ -96,8 +97,8 @@ def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
     path = REPORTS / device / _file_of(lesson, table.name)
     source = fingerprint.step(ROOT, lesson, step)
     about = {"note": table.note, "x": table.x, "y": table.y, "by": table.by, **rows.machine()}
-    about |= {"step": step, "source": source, "seal": rows.seal(table.rows, about["commit"])}
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(table.rows)))
+    about |= {"step": step, "source": source, "seal": seal(table.rows, about["commit"])}
+    write_atomically(path, with_head(about, to_csv(table.rows)))
     return path
 
 
@@ -110,7 +111,7 @@ def save_compiled(name: str) -> Path:
     path = REPORTS / "compiled" / f"{name}.csv"
     unfit = [[u.rung, u.target, u.why] for u in compiled.unfit(name)]
     about = compiled_by(name) | ({"unfit": unfit} if unfit else {})
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(asdict(k) for k in compiled.kernels(name))))
+    write_atomically(path, with_head(about, to_csv(asdict(k) for k in compiled.kernels(name))))
     return path
 
 
@@ -133,7 +134,7 @@ def save_emulated(name: str, found: list[dict[str, Any]]) -> Path:
     """Keep the rows of a program (counters.rows)."""
     path = REPORTS / "emulated" / f"{name}.csv"
     about = {"emulator": fingerprint.folder(build.EMULATOR), "source": fingerprint.program(ROOT, name)}
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(found)))
+    write_atomically(path, with_head(about, to_csv(found)))
     return path
 
 
@@ -168,11 +169,11 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
     for name, lesson in lessons.items():
-        if found_kernels := rows.read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
+        if found_kernels := read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
             made[REPORTS / "compiled" / f"{name}.md"] = _compiled_page(
                 name, lesson, found_kernels, targets.reasons(REPORTS / "compiled" / f"{name}.csv")
             )
-        if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
+        if found_counts := read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
     made[REPORTS / "cards.md"] = operator_pages.cards(today)
     made[REPORTS / "README.md"] = _index(made)
@@ -224,7 +225,7 @@ def write() -> list[Path]:
     """Bring every generated file up to date; return those that changed."""
     changed = {path: content for path, content in generate().items() if not same(path, content)}
     for path, content in changed.items():
-        rows.write_atomically(path, content.png() if isinstance(content, Picture) else content)
+        write_atomically(path, content.png() if isinstance(content, Picture) else content)
     return list(changed)
 
 
@@ -237,7 +238,7 @@ def same(path: Path, content: str | Picture) -> bool:
 def absent(path: Path, lesson: Lesson) -> dict[tuple[str, str], str]:
     """(peer, shape) -> why the peer was not timed there; of older rows absent.csv beside them knows."""
     found = {(row.rung, row.shape): row.reason for row in rows.read_all(path) if row.kind == rows.ABSENT}
-    for line in rows.read_csv(path.with_name("absent.csv")):
+    for line in read_csv(path.with_name("absent.csv")):
         if renames.lesson(line["lesson"]) == renames.lesson(path.stem):
             found[line["peer"], line["shape"]] = line["reason"]
     return {key: why for key, why in found.items() if key[0] in lesson.peers}
@@ -407,7 +408,7 @@ def _figure(key: str, value: str) -> str:
 
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
-    about = rows.head(ncu.path(folder))
+    about = head(ncu.path(folder))
     same = [row["metric"] for row in found if row["ratio"] == "1.00"]
     cost, cost_same = (sum(m in ncu.RATIOS for m in ms) for ms in ([row["metric"] for row in found], same))
     measured = said("{gpu}, driver {driver}, CUDA {cuda}, {ncu}, {date} at commit {commit}.").format(**about)
@@ -464,13 +465,13 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def nth(key: tuple[str, str]) -> tuple[int, int]:
         """Tables of steps in the order of the lesson's steps, then comparisons as they are declared."""
-        lesson, step = known.get(key[0]), rows.head(place[key]).get("step")
+        lesson, step = known.get(key[0]), head(place[key]).get("step")
         steps = [each.__name__ for each in lesson.steps] if isinstance(lesson, Steps) else []
         return declared.index(key) if key in compared else -1, steps.index(step) if step in steps else -1
 
     for lesson, name in sorted(place, key=nth):
         if lesson in known:
-            about = rows.head(path := place[lesson, name])
+            about = head(path := place[lesson, name])
             measured = (
                 said(
                     "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}, before the step's "
@@ -479,16 +480,16 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
                 if table_is_old(lesson, about)
                 else said("Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}.")
             )
-            table = Table(name, list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"])
+            table = Table(name, list(read_csv(path)), about["note"], about["x"], about["y"], about["by"])
             add(lesson, compared.pop((lesson, name), table), f"{measured.format(**about)}\n\n")
     for (lesson, _), table in compared.items():
         add(lesson, table)
     for lesson, parts in pages.items():
         page = folder / f"{lesson}.md"
         parts = [renames.relinked(page, part) for part in parts]  # notes are as they were when the rows were measured
-        head = others.get(page, f"# {said(title(lesson))}\n")
-        assert isinstance(head, str)
-        made[page] = head + "\n" + "\n".join(parts)
+        top = others.get(page, f"# {said(title(lesson))}\n")
+        assert isinstance(top, str)
+        made[page] = top + "\n" + "\n".join(parts)
     return made
 
 
