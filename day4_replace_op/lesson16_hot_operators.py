@@ -17,9 +17,9 @@ So the matmuls should take about half of the time. Of the other half 24 ms go to
 Fused, without fp32 tensors that are written and read back at once, they would take a third of that. Write down your own
 guess of the first five lines of the profile before you run this.
 
-lessonkit.measure.operators counts, as in day 1's lesson 6, and knows the course's operators too. FLOPs are those of
-matmuls and attention. PyTorch's formula for attention counts all pairs, masked or not; the course's counts the visible
-ones.
+lessonkit.measure.profiled_operators counts, as in day 1's lesson 6, and knows the course's operators too. FLOPs are
+those of matmuls and attention. PyTorch's formula for attention counts all pairs, masked or not; the course's counts the
+visible ones.
 
 You will learn: to explain each row of a profile, to count outermost operators only, to use a roof as a prediction.
 Run it:    python3 course.py run lesson16_hot_operators
@@ -27,7 +27,7 @@ Without a GPU the times are a CPU's, and a small operator takes as long as its c
 """
 
 from lessonkit import DEVICE, About, Steps, Table
-from lessonkit.measure.operators import Work, operators
+from lessonkit.measure.profiled_operators import Work, operators
 
 import torch
 

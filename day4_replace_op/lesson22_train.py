@@ -30,7 +30,7 @@ from unittest import mock
 
 from lessonkit import About, Steps, Table, device, timing
 from lessonkit.commands.show import from_a_gpu
-from lessonkit.measure.operators import Work
+from lessonkit.measure.profiled_operators import Work
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

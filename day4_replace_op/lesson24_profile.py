@@ -31,7 +31,7 @@ from dataclasses import replace
 from lessonkit import About, Steps, Table, Unsupported, device, plots, rows
 from lessonkit.base.tables import digits
 from lessonkit.measure import ncu
-from lessonkit.measure.operators import ACTIVITIES, limit, limits, operators
+from lessonkit.measure.profiled_operators import ACTIVITIES, limit, limits, operators
 
 import torch
 from torch.profiler import profile

@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lessonkit import About, Steps, Table, device, rows
-from lessonkit.measure.operators import ACTIVITIES, host_events
+from lessonkit.measure.profiled_operators import ACTIVITIES, host_events
 
 import torch
 from torch.profiler import profile, record_function

@@ -36,12 +36,12 @@ from lessonkit.commands import (
 from lessonkit.commands.doctor import findings
 from lessonkit.cuda import sass, toolchain
 from lessonkit.exercise import progress
-from lessonkit.judge import counters, fuzz, trace, verify
+from lessonkit.judge import counters, fuzz_cases, trace, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
     dependents,
-    fuzz_bursts,
-    fuzzing,
+    fuzz_pool,
+    fuzz_runs,
     gpu_mutants,
     ncu,
     operator_cases,
@@ -384,19 +384,19 @@ def fuzz_operators(
     """
     case = _case(replay) if replay else None
     names, modes = operators or [], mode or (["gpu"] if device.HAS_GPU else ["cpu", "interpreted"])
-    known = fuzz.questions()
+    known = fuzz_cases.questions()
     if wrong := sorted({*names, *([case["operator"]] if case else [])} - set(known)):
         words = said("course_ops has no {wrong}. It has {known}")
         raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(sorted(known))))
-    if wrong := sorted(set(modes) - set(fuzz.MODES)):
+    if wrong := sorted(set(modes) - set(fuzz_cases.MODES)):
         words = said("{wrong} is no mode: {known}")
-        raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(fuzz.MODES)))
+        raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(fuzz_cases.MODES)))
     if "gpu" in modes and not device.HAS_GPU:
         raise typer.BadParameter(said("mode gpu needs a GPU, and none was found"))
     failed: list[str] = []
     if case:
         for each in modes:
-            with fuzzing.Worker(each) as worker:
+            with fuzz_runs.Worker(each) as worker:
                 outcome = worker.ask(case)
             print(f"{each}: {outcome.kind} {outcome.said}", flush=True)
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
@@ -405,31 +405,31 @@ def fuzz_operators(
         workers = (len(os.sched_getaffinity(0)) if device.HAS_GPU else 0) if workers < 0 else workers
         say = partial(print, flush=True)
         if workers:
-            failures = fuzz_bursts.run(names, modes, cases, seconds, workers, say)
+            failures = fuzz_pool.run(names, modes, cases, seconds, workers, say)
         else:
-            failures = fuzzing.run(names, modes, cases, seconds, say)
+            failures = fuzz_runs.run(names, modes, cases, seconds, say)
     except Missing as missing:
         _end([str(missing)])
     title = [said("operator"), said("direction"), said("mode"), said("cases"), said("of older code"), said("shapes")]
     title += [said("kernels"), said("refused"), said("wrong"), said("crashes"), said("false alarms"), said("seconds")]
     fuzzed = [[c.operator, c.direction, c.mode, c.cases, older, c.shapes, c.kernels, c.refused, c.wrong, c.crashes,
-               c.false_alarms, c.seconds] for c, older in fuzzing.table(fuzzing.asked(names, modes))]  # fmt: skip
+               c.false_alarms, c.seconds] for c, older in fuzz_runs.table(fuzz_runs.asked(names, modes))]  # fmt: skip
     show.table(said("cases of today's code"), title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 
 
-def _case(text: str) -> fuzz.Case:
+def _case(text: str) -> fuzz_cases.Case:
     """The case that `--replay` names. What is no case is said in the words of the command line."""
     try:
-        case: fuzz.Case = json.loads(text)
+        case: fuzz_cases.Case = json.loads(text)
     except ValueError as why:
         raise typer.BadParameter(said("--replay takes a case as JSON: {why}").format(why=why)) from None
-    if not isinstance(case, dict) or (lacks := [key for key in fuzz.KEYS if key not in case]):
+    if not isinstance(case, dict) or (lacks := [key for key in fuzz_cases.KEYS if key not in case]):
         words = said("--replay takes a case as tests/fuzz/found.jsonl has it; this one lacks {keys}")
-        raise typer.BadParameter(words.format(keys=", ".join(lacks if isinstance(case, dict) else fuzz.KEYS)))
-    if case["direction"] not in fuzz.DIRECTIONS:
+        raise typer.BadParameter(words.format(keys=", ".join(lacks if isinstance(case, dict) else fuzz_cases.KEYS)))
+    if case["direction"] not in fuzz_cases.DIRECTIONS:
         words = said("{wrong} is no direction: {known}")
-        raise typer.BadParameter(words.format(wrong=repr(case["direction"]), known=", ".join(fuzz.DIRECTIONS)))
+        raise typer.BadParameter(words.format(wrong=repr(case["direction"]), known=", ".join(fuzz_cases.DIRECTIONS)))
     return case
 
 
@@ -654,7 +654,7 @@ def list_stale(
         show.console.print(words.format(count=stale.record()))
     folders = stale.released() if release else stale.device_folders()
     old = stale.old(folders)
-    body = ([each.device, *each.named, each.reason(), each.row.commit] for each in old)
+    body = ([each.device, *each.named, stale.in_words(each.why), each.row.commit] for each in old)
     titles = [said("device"), said("lesson"), said("rung"), said("shape"), said("why"), said("measured at")]
     show.table(counted(len(old), said("1 row to measure again"), said("{count} rows to measure again")), titles, body)
     tables = stale.old_tables(folders)

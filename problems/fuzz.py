@@ -8,7 +8,7 @@ import math
 
 from lessonkit import DEVICE
 from lessonkit.base.device import capability
-from lessonkit.judge.fuzz import FLOATS, PLAIN, STRANGE, TINY, Drawn, Question, spoilt_tensors, tensor
+from lessonkit.judge.fuzz_cases import FLOATS, PLAIN, STRANGE, TINY, Drawn, Question, spoilt_tensors, tensor
 
 import torch
 

@@ -23,7 +23,7 @@ from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import results
 from lessonkit.pictures import all_pictures
-from lessonkit.web import charts, exercises, places, site
+from lessonkit.web import charts, exercise_pages, places, site
 from lessonkit.web.page import pack
 from lessonkit.web.serve import Server
 
@@ -472,9 +472,9 @@ def test_an_exercise_is_failed_hinted_and_passed_without_a_server(tab, host, lan
     tab.fill("#exercise-text", "while True: pass\n" + mul.solution)
     check.click()
     tab.wait_for_selector(".exercise[aria-busy]")
-    tab.clock.fast_forward(1000 * exercises.LIMIT)
+    tab.clock.fast_forward(1000 * exercise_pages.LIMIT)
     tab.wait_for_selector(".exercise:not([aria-busy])")
-    assert str(exercises.LIMIT) in tab.inner_text(".exercise-wait")
+    assert str(exercise_pages.LIMIT) in tab.inner_text(".exercise-wait")
 
     tab.fill("#exercise-text", mul.solution)
     check.click()  # in a new worker, which knows what was kept

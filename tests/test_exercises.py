@@ -12,7 +12,7 @@ from lessonkit.base.chips import label
 from lessonkit.base.errors import Fault
 from lessonkit.base.words import speaking, translated
 from lessonkit.cuda import toolchain
-from lessonkit.exercise import compiled, grade, number, same, source
+from lessonkit.exercise import compile_check, grade, number, same, source
 from lessonkit.exercise.source import Source
 from lessonkit.judge import sentences
 from lessonkit.modes.compiled import second_target
@@ -37,7 +37,7 @@ def skip_what_cannot_run(exercise):
 
 
 def test_there_are_exercises():
-    assert {e.path.parent.parent.name for e in ALL} >= {
+    assert {e.folder for e in ALL} >= {
         "day1_pytorch",
         "day2_triton_basics",
         "day3_matmul_tk",
@@ -58,7 +58,7 @@ def test_right_answer_passes(exercise, seed):
     """The answer as it is shown, without the stub's lines."""
     skip_what_cannot_run(exercise)
     assert "stub:" not in exercise.solution
-    targets = compiled.TARGETS if seed else [second_target(exercise.name)]  # all of them at night
+    targets = compile_check.TARGETS if seed else [second_target(exercise.name)]  # all of them at night
     verdict = grade.grade_and_compile(exercise, exercise.solution, seed=seed, targets=targets)
     assert verdict.right, verdict
     if exercise.exercise.op and device.INTERPRETED:
@@ -66,7 +66,7 @@ def test_right_answer_passes(exercise, seed):
     has_kernels = exercise.is_cuda or "@triton.jit" in exercise.solution
     if not has_kernels or device.HAS_GPU:
         assert not verdict.compiled
-    elif compiled.lacks_compiler() or (exercise.is_cuda and toolchain.lacks("nvcc")):
+    elif compile_check.lacks_compiler() or (exercise.is_cuda and toolchain.lacks("nvcc")):
         assert verdict.compiled.startswith("right in values, not compiled here: ")
     else:
         assert verdict.compiled == f"compiled for {', '.join(map(label, targets))}"

@@ -8,8 +8,8 @@ refused.
 from dataclasses import replace
 
 from lessonkit.base.errors import Rejected
-from lessonkit.judge import check, fuzz
-from lessonkit.measure import fuzzing
+from lessonkit.judge import check, fuzz_cases
+from lessonkit.measure import fuzz_runs
 
 import pytest
 import torch
@@ -23,23 +23,23 @@ pytestmark = pytest.mark.kept("tests/fuzz/*.jsonl", "problems/*.py", "course_ops
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     """Where there is a GPU too: the tensors, and the references that ask where they compute."""
-    for module in (fuzz, questions):
+    for module in (fuzz_cases, questions):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
-    fuzz._pool.cache_clear()
+    fuzz_cases._pool.cache_clear()
     yield
-    fuzz._pool.cache_clear()
+    fuzz_cases._pool.cache_clear()
 
 
 def found(operator, nth=0, **options):
     """The call of the operator's nth case, with other options, and all that its reference is given."""
     cases = [
-        f.case for f in fuzzing.found() if f.mode == "gpu" and f.case["operator"] == operator and "noise" in f.case
+        f.case for f in fuzz_runs.found() if f.mode == "gpu" and f.case["operator"] == operator and "noise" in f.case
     ]
     return of_case(cases[nth] | {"options": cases[nth]["options"] | options})
 
 
 def of_case(case):
-    call = fuzz.Call(case, "cpu")
+    call = fuzz_cases.Call(case, "cpu")
     if not call.wanted:
         return call, call.args
     wanted, call.wanted = call.wanted, ()
@@ -161,7 +161,7 @@ def test_a_gradient_where_pytorch_overflows_may_be_off_by_its_rounding():
     assert not truth.usual[1].isfinite().any()
 
     def judged(*answer):
-        check.compare(fuzz._forgiving(call.without_overflow(truth, answer), answer), answer)
+        check.compare(fuzz_cases._forgiving(call.without_overflow(truth, answer), answer), answer)
 
     judged(o, dq, dk)
     tile = dk.clone()
@@ -201,7 +201,7 @@ def test_an_infinity_where_pytorch_overflows_before_it_is_right():
     def judged(value):
         answer = truth.usual[0].clone()
         answer[8, 171] = value
-        check.compare(fuzz._forgiving(truth, (answer,)), (answer,))
+        check.compare(fuzz_cases._forgiving(truth, (answer,)), (answer,))
 
     judged(-torch.inf)
     for wrong in (torch.inf, 0.0, -65504.0):
@@ -347,7 +347,9 @@ def test_a_mean_that_is_less_far_off_may_change_more():
 
 def test_the_mean_that_changes_most_is_two_eps_off():
     """dy w is g everywhere: dx is 0, and with a mean that is d off -g d^2 / (d^2 + eps)^1.5, up to -0.385 g / 1e-6."""
-    (case,) = (f.case for f in fuzzing.found() if f.mode == "interpreted" and f.case["tensors"]["x"]["shape"] == [2048])
+    (case,) = (
+        f.case for f in fuzz_runs.found() if f.mode == "interpreted" and f.case["tensors"]["x"]["shape"] == [2048]
+    )
     call, given = of_case(case)
     place, g = 2.0**-21, given[1][0].item()
     assert 4 < given[0][0] < 8

@@ -11,8 +11,8 @@ from random import Random
 from lessonkit.__main__ import app
 from lessonkit.base import device
 from lessonkit.base.files import ROOT
-from lessonkit.judge import fuzz
-from lessonkit.measure import fingerprint, fuzzing, operator_rows
+from lessonkit.judge import fuzz_cases
+from lessonkit.measure import fingerprint, fuzz_runs, operator_rows
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 import course_ops
 
-QUESTIONS = fuzz.questions()
+QUESTIONS = fuzz_cases.questions()
 ASKED = [
     (name, direction)
     for name, question in QUESTIONS.items()
-    for direction in fuzz.DIRECTIONS
+    for direction in fuzz_cases.DIRECTIONS
     if direction == "forward" or question.gradients
 ]
 MODES = ("gpu",) if device.HAS_GPU else ("cpu", "interpreted")
@@ -63,20 +63,20 @@ def test_a_case_is_plain_data(operator, direction):
     """It survives JSON; the same dice draw it again; some are to be refused, and are."""
     spoilt = 0
     for seed in range(30):
-        case = fuzz.draw_case(operator, direction, Dice(seed, 300))
+        case = fuzz_cases.draw_case(operator, direction, Dice(seed, 300))
         assert json.dumps(case) == json.dumps(json.loads(json.dumps(case)))
-        assert json.dumps(case) == json.dumps(fuzz.draw_case(operator, direction, Dice(seed, 300)))
+        assert json.dumps(case) == json.dumps(fuzz_cases.draw_case(operator, direction, Dice(seed, 300)))
         if case["spoilt"]:
             spoilt += 1
-            assert fuzz.run(case, MODES[-1]).kind == "refused", case
+            assert fuzz_cases.run(case, MODES[-1]).kind == "refused", case
     assert spoilt
 
 
-@pytest.mark.parametrize("layout", fuzz.LAYOUTS)
+@pytest.mark.parametrize("layout", fuzz_cases.LAYOUTS)
 @pytest.mark.parametrize("shape", [(0, 3), (5,), (4, 3), (2, 3, 4), (2, 1, 3, 5)], ids=str)
 def test_a_layout_changes_no_value_but_the_expanded(layout, shape):
     spec = {"shape": list(shape), "dtype": "bfloat16", "layout": layout, "values": "normal"}
-    laid, plain = fuzz.build(spec, 3), fuzz.build(spec | {"layout": "contiguous"}, 3)
+    laid, plain = fuzz_cases.build(spec, 3), fuzz_cases.build(spec | {"layout": "contiguous"}, 3)
     assert laid.shape == plain.shape
     if layout.startswith("expanded"):
         assert not laid.numel() or 0 in laid.stride() or 1 in laid.shape
@@ -84,10 +84,10 @@ def test_a_layout_changes_no_value_but_the_expanded(layout, shape):
         assert torch.equal(laid, plain)
 
 
-@pytest.mark.parametrize("kind", [*fuzz.PLAIN, *fuzz.TINY, *fuzz.STRANGE, "large", "huge"])
+@pytest.mark.parametrize("kind", [*fuzz_cases.PLAIN, *fuzz_cases.TINY, *fuzz_cases.STRANGE, "large", "huge"])
 def test_values_are_what_they_are_called(kind):
-    for dtype in fuzz.FLOATS:
-        x = fuzz.build({"shape": [4, 64], "dtype": dtype, "layout": "contiguous", "values": kind}, 1)
+    for dtype in fuzz_cases.FLOATS:
+        x = fuzz_cases.build({"shape": [4, 64], "dtype": dtype, "layout": "contiguous", "values": kind}, 1)
         strange = {"nan": x.isnan(), "inf": x == math.inf, "-inf": x == -math.inf, "half -inf": x == -math.inf}
         count = {"nan": 1, "inf": 1, "-inf": 1, "half -inf": 128}.get(kind, 0)
         assert int(strange.get(kind, ~x.isfinite()).sum()) == count
@@ -97,27 +97,27 @@ def test_values_are_what_they_are_called(kind):
 def test_random_numbers_come_from_a_pool_and_are_copies():
     """No two seeds give the same, also where the pool begins anew; what an operator overwrites is not the pool."""
     spec = {"shape": [300, 40], "dtype": "float32", "layout": "contiguous", "values": "normal"}
-    a, again = fuzz.build(spec, 5), fuzz.build(spec, 5)
+    a, again = fuzz_cases.build(spec, 5), fuzz_cases.build(spec, 5)
     assert torch.equal(a, again)
     again.fill_(torch.nan)
-    assert torch.equal(fuzz.build(spec, 5), a)
-    assert not torch.equal(fuzz.build(spec, 6), a)
-    wraps = next(seed for seed in range(10**6) if 0 < fuzz.POOL - seed * 2654435761 % fuzz.POOL < 12000)
-    assert abs(fuzz.build(spec, wraps).std().item() - 1) < 0.05
-    long = fuzz.build(spec | {"shape": [fuzz.POOL + 7], "layout": "contiguous"}, 1)
+    assert torch.equal(fuzz_cases.build(spec, 5), a)
+    assert not torch.equal(fuzz_cases.build(spec, 6), a)
+    wraps = next(seed for seed in range(10**6) if 0 < fuzz_cases.POOL - seed * 2654435761 % fuzz_cases.POOL < 12000)
+    assert abs(fuzz_cases.build(spec, wraps).std().item() - 1) < 0.05
+    long = fuzz_cases.build(spec | {"shape": [fuzz_cases.POOL + 7], "layout": "contiguous"}, 1)
     assert torch.equal(long[:7], long[-7:])
 
 
 def test_a_case_that_says_nothing_of_noise_has_the_numbers_that_it_was_found_with():
     case = SOFTMAX | {"seed": 11}
-    (found,), (new,) = fuzz.Call(case, "cpu").args, fuzz.Call(case | {"noise": "pool"}, "cpu").args
+    (found,), (new,) = fuzz_cases.Call(case, "cpu").args, fuzz_cases.Call(case | {"noise": "pool"}, "cpu").args
     assert torch.equal(found.cpu(), torch.randn(3, 7, generator=torch.Generator().manual_seed(11)))
     assert not torch.equal(found, new)
 
 
 def wrong(monkeypatch, function):
     monkeypatch.setattr(course_ops, "softmax", function)
-    return fuzz.run(SOFTMAX, "cpu")
+    return fuzz_cases.run(SOFTMAX, "cpu")
 
 
 def test_the_judge_tells_right_from_wrong(monkeypatch):
@@ -127,7 +127,7 @@ def test_the_judge_tells_right_from_wrong(monkeypatch):
     def overwrite(x):
         return x.copy_(torch.softmax(x, -1))
 
-    assert fuzz.run(SOFTMAX, "cpu").kind == "right"
+    assert fuzz_cases.run(SOFTMAX, "cpu").kind == "right"
     assert wrong(monkeypatch, lambda x: torch.softmax(x, 0)).said.startswith("value")
     assert wrong(monkeypatch, lambda x: torch.softmax(x, -1).half()).said.startswith("dtype")
     assert wrong(monkeypatch, overwrite).said.startswith("changed input")
@@ -137,16 +137,16 @@ def test_the_judge_tells_right_from_wrong(monkeypatch):
 
 def test_a_refusal_names_an_argument(monkeypatch):
     spoilt = SOFTMAX | {"spoilt": "x", "tensors": {"x": SOFTMAX["tensors"]["x"] | {"dtype": "int64"}}}
-    assert fuzz.run(spoilt, "cpu").kind == "refused"
+    assert fuzz_cases.run(spoilt, "cpu").kind == "refused"
     for function, said in ((lambda x: x, "was answered"), (lambda x: torch.zeros(2).view(3), "Traceback")):
         monkeypatch.setattr(course_ops, "softmax", function)
-        assert said in fuzz.run(spoilt, "cpu").said
+        assert said in fuzz_cases.run(spoilt, "cpu").said
 
     def vague(x):
         raise ValueError("that does not do")
 
     monkeypatch.setattr(course_ops, "softmax", vague)
-    assert "no argument is named" in fuzz.run(spoilt, "cpu").said
+    assert "no argument is named" in fuzz_cases.run(spoilt, "cpu").said
 
 
 def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch):
@@ -155,9 +155,9 @@ def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
     answers = 'print(\'["right", ""]\', flush=True); input()'
     command = []
-    popen = fuzzing.subprocess.Popen
-    monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", command[-1]], **more))
-    with fuzzing.Worker("cpu", patience=8) as worker:
+    popen = fuzz_runs.subprocess.Popen
+    monkeypatch.setattr(fuzz_runs.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", command[-1]], **more))
+    with fuzz_runs.Worker("cpu", patience=8) as worker:
         for code, kind, said in (
             (dies, "crash", "Illegal instruction"),
             (hangs, "crash", "hang"),
@@ -180,8 +180,8 @@ for line in sys.stdin:
     thread = threading.Thread(target={doing}); thread.start(); thread.join()
     print('["right", ""]', flush=True)
 """
-    popen = fuzzing.subprocess.Popen
-    monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", code], **more))
+    popen = fuzz_runs.subprocess.Popen
+    monkeypatch.setattr(fuzz_runs.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", code], **more))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ for line in sys.stdin:
 def test_a_process_that_compiles_does_not_hang(monkeypatch, doing, seconds, said):
     """It is waited for beyond its patience, up to a limit of its own."""
     answers_after(monkeypatch, doing, seconds)
-    with fuzzing.Worker("cpu", patience=1, compiling=8) as worker:
+    with fuzz_runs.Worker("cpu", patience=1, compiling=8) as worker:
         outcome = worker.ask(SOFTMAX)
     assert outcome.kind == ("crash" if said else "right")
     assert outcome.said.startswith(said)
@@ -199,7 +199,7 @@ def test_a_process_that_compiles_does_not_hang(monkeypatch, doing, seconds, said
 
 def test_the_process_that_runs_cases_says_where_it_is():
     """And goes on."""
-    with fuzzing.Worker("cpu") as worker:
+    with fuzz_runs.Worker("cpu") as worker:
         assert worker.ask(SOFTMAX).well
         assert not worker._compiles()
         assert b"most recent call first" in os.pread(worker._errors.fileno(), 2**16, 0)
@@ -212,32 +212,32 @@ def test_a_failure_shrinks_and_the_rest_is_drawn(tmp_path):
 
     def ask(case):
         long = case["tensors"]["x"]["shape"][-1:] > [5]
-        return fuzz.Outcome("wrong", "value: 3 of 7 wrong") if long else fuzz.Outcome("right")
+        return fuzz_cases.Outcome("wrong", "value: 3 of 7 wrong") if long else fuzz_cases.Outcome("right")
 
-    kinds, faults = fuzzing.drawn("softmax", "forward", "cpu", ask, 60, 0, math.inf)
+    kinds, faults = fuzz_runs.drawn("softmax", "forward", "cpu", ask, 60, 0, math.inf)
     assert kinds.total() == 60
     assert kinds["wrong"] > 1
     assert [each.case["tensors"]["x"]["shape"][-1] for each in faults] == [6]
     for each in (*faults, *faults):
-        fuzzing.add(each, tmp_path / "found.jsonl")
-    assert fuzzing.found(tmp_path / "found.jsonl") == faults
+        fuzz_runs.add(each, tmp_path / "found.jsonl")
+    assert fuzz_runs.found(tmp_path / "found.jsonl") == faults
 
 
 @needs_hypothesis
 def test_a_second_run_goes_on(tmp_path, monkeypatch):
     seeds = []
     monkeypatch.setattr(
-        fuzzing.Worker, "ask", lambda self, case: seeds.append(json.dumps(case)) or fuzz.Outcome("right")
+        fuzz_runs.Worker, "ask", lambda self, case: seeds.append(json.dumps(case)) or fuzz_cases.Outcome("right")
     )
     for n in (5, 5, 8):
-        fuzzing.run(["scan"], ["cpu"], n, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
-    assert [count.cases for count in fuzzing.counts(tmp_path / "c.csv").values()] == [8, 8]
+        fuzz_runs.run(["scan"], ["cpu"], n, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
+    assert [count.cases for count in fuzz_runs.counts(tmp_path / "c.csv").values()] == [8, 8]
     assert len(seeds) == 16
 
 
 def test_counts_add_up(monkeypatch):
-    monkeypatch.setattr(fuzzing.metadata, "version", lambda name: "1")
-    count = fuzzing.begun("scan", "forward", "cpu").plus(fuzzing.Counter(right=7, refused=2, wrong=1, crash=3), 1.5)
+    monkeypatch.setattr(fuzz_runs.metadata, "version", lambda name: "1")
+    count = fuzz_runs.begun("scan", "forward", "cpu").plus(fuzz_runs.Counter(right=7, refused=2, wrong=1, crash=3), 1.5)
     assert (count.cases, count.refused, count.wrong, count.crashes, count.false_alarms) == (13, 2, 1, 3, 0)
     assert replace(count, cases=0).key == count.key
     assert set(asdict(count)) >= {"versions", "commit", "seconds"}
@@ -245,34 +245,34 @@ def test_counts_add_up(monkeypatch):
 
 @needs_hypothesis
 def test_a_count_goes_on_in_another_commit_until_the_code_of_the_operator_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzzing.Worker, "ask", lambda self, case: fuzz.Outcome("right"))
+    monkeypatch.setattr(fuzz_runs.Worker, "ask", lambda self, case: fuzz_cases.Outcome("right"))
     counted = []
     for commit, code in (("a", "one"), ("b", "one"), ("b", "two")):
-        monkeypatch.setattr(fuzzing, "_commit", lambda commit=commit: commit)
-        monkeypatch.setattr(fuzzing.operator_rows, "code", lambda operator, code=code: code)
-        fuzzing.run(["quantize"], ["cpu"], 6, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
-        counted.append([(c.code, c.cases) for c in fuzzing.counts(tmp_path / "c.csv").values()])
+        monkeypatch.setattr(fuzz_runs, "_commit", lambda commit=commit: commit)
+        monkeypatch.setattr(fuzz_runs.operator_rows, "code", lambda operator, code=code: code)
+        fuzz_runs.run(["quantize"], ["cpu"], 6, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
+        counted.append([(c.code, c.cases) for c in fuzz_runs.counts(tmp_path / "c.csv").values()])
     assert counted == [[("one", 6)], [("one", 6)], [("one", 6), ("two", 6)]]
 
 
 def test_cases_of_older_code_are_told_apart_and_not_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzzing.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(fuzz_runs.metadata, "version", lambda name: "1")
     for code, cases in (("one", 7), ("two", 5)):
-        monkeypatch.setattr(fuzzing.operator_rows, "code", lambda operator, code=code: code)
-        new = fuzzing.begun("quantize", "forward", "cpu")
-        fuzzing.counted(replace(new, cases=cases), tmp_path / "c.csv")
-    other = fuzzing.begun("scan", "forward", "cpu")
-    assert [(c.cases, older) for c, older in fuzzing.table([new, other], tmp_path / "c.csv")] == [(5, 7), (0, 0)]
+        monkeypatch.setattr(fuzz_runs.operator_rows, "code", lambda operator, code=code: code)
+        new = fuzz_runs.begun("quantize", "forward", "cpu")
+        fuzz_runs.counted(replace(new, cases=cases), tmp_path / "c.csv")
+    other = fuzz_runs.begun("scan", "forward", "cpu")
+    assert [(c.cases, older) for c, older in fuzz_runs.table([new, other], tmp_path / "c.csv")] == [(5, 7), (0, 0)]
 
 
 def test_the_code_of_an_operator_reaches_its_kernels():
-    for name in fuzz.questions():
+    for name in fuzz_cases.questions():
         call = next(op.call for op in operator_rows.operators() if op.name == name)
         assert any(".kernels." in each for each in fingerprint.reaches(ROOT, call.__module__, call.__name__)), name
 
 
 def test_without_hypothesis_the_command_names_the_extra(monkeypatch):
-    monkeypatch.setattr(fuzzing, "find_spec", lambda name: None)
+    monkeypatch.setattr(fuzz_runs, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["fuzz", "scan", "--cases", "1", "--workers", "0"])  # bursts do without
     assert done.exit_code == 1
     assert "extra `test`" in " ".join(done.output.split())
@@ -295,20 +295,20 @@ def test_an_unknown_operator_is_refused():
     ],
 )
 def test_what_is_no_case_is_refused_before_a_process_starts(case, says, monkeypatch):
-    monkeypatch.setattr(fuzzing, "Worker", lambda mode: pytest.fail("a process was started"))
+    monkeypatch.setattr(fuzz_runs, "Worker", lambda mode: pytest.fail("a process was started"))
     done = CliRunner().invoke(app, ["fuzz", "--replay", case])
     assert done.exit_code == 2
     assert says in " ".join(done.output.replace("│", " ").split())
 
 
 @KEPT
-@pytest.mark.parametrize("nth", range(len(fuzzing.found())))
+@pytest.mark.parametrize("nth", range(len(fuzz_runs.found())))
 def test_what_was_found_is_mended(nth):
-    found = fuzzing.found()[nth]
+    found = fuzz_runs.found()[nth]
     for mode in MODES:
         if found.mode == "gpu" and mode != "gpu":
             continue  # kernels of one GPU
-        outcome = fuzz.run(found.case, mode)
+        outcome = fuzz_cases.run(found.case, mode)
         assert outcome.well or (found.open and mode == found.mode), f"{mode}: {outcome.said}"
 
 
@@ -317,9 +317,9 @@ def test_what_was_found_is_mended(nth):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("operator", "direction"), ASKED, ids=lambda word: word)
 def test_random_cases(operator, direction, mode):
-    with fuzzing.Worker(mode) as worker:
+    with fuzz_runs.Worker(mode) as worker:
         n = 500 if mode == MODES[-1] else 100
         tonight = int(time.time() // 86400)  # a seed that is another each day
-        kinds, faults = fuzzing.drawn(operator, direction, mode, worker.ask, n, tonight, math.inf)
+        kinds, faults = fuzz_runs.drawn(operator, direction, mode, worker.ask, n, tonight, math.inf)
     assert kinds.total() == n
     assert not faults, "\n".join(f"{each.fault}: {json.dumps(each.case)}" for each in faults)

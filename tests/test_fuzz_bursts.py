@@ -11,10 +11,10 @@ from random import Random
 
 from lessonkit.base import device
 from lessonkit.base.files import ROOT, environment
-from lessonkit.judge import bursts, check, fuzz
+from lessonkit.judge import bursts, check, fuzz_cases
 from lessonkit.judge.bursts import Choices, Job, NewKernel
-from lessonkit.judge.fuzz import Outcome
-from lessonkit.measure import fuzz_bursts, fuzzing
+from lessonkit.judge.fuzz_cases import Outcome
+from lessonkit.measure import fuzz_pool, fuzz_runs
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Compiler:
         return RIGHT
 
 
-def burst(job=SOFTMAX, look=None, judge=fuzz.run):
+def burst(job=SOFTMAX, look=None, judge=fuzz_cases.run):
     said, compiler = [], Compiler()
     bursts.Bursts("cpu", compiler, said.append, look or compiler.look, judge).run(job)
     return said, compiler
@@ -66,7 +66,7 @@ def test_cases_of_a_burst_share_kernels_and_none_comes_twice():
     said, compiler = burst()
     afresh, random = Compiler(), Random(1)
     for _ in range(400):
-        afresh.look(fuzz.draw_case("softmax", "forward", Choices(2**12, random)), "cpu")
+        afresh.look(fuzz_cases.draw_case("softmax", "forward", Choices(2**12, random)), "cpu")
     kinds = sum(map(Counter, of(said, "judged")), Counter())
     assert kinds == {"right": 350, "refused": 50}
     assert 1 <= len(compiler.kernels) < len(afresh.kernels) / 5
@@ -80,15 +80,15 @@ def test_cases_of_a_burst_share_kernels_and_none_comes_twice():
 def test_a_drawing_gives_its_case_again():
     said, _ = burst(replace(SOFTMAX, cases=30))
     for line in of(said, "drawn"):
-        drawing = fuzz_bursts._drawing(json.loads(json.dumps(line)))
-        assert drawing.case == fuzz.draw_case("softmax", "forward", Choices(drawing.most, None, drawing.choices))
+        drawing = fuzz_pool._drawing(json.loads(json.dumps(line)))
+        assert drawing.case == fuzz_cases.draw_case("softmax", "forward", Choices(drawing.most, None, drawing.choices))
 
 
 def test_a_case_to_be_refused_takes_no_hundred_draws(monkeypatch):
     """Even where nearly all is repeated of a case that is not."""
     drawn = []
-    draw_case = fuzz.draw_case
-    monkeypatch.setattr(fuzz, "draw_case", lambda *args: drawn.append(args) or draw_case(*args))
+    draw_case = fuzz_cases.draw_case
+    monkeypatch.setattr(fuzz_cases, "draw_case", lambda *args: drawn.append(args) or draw_case(*args))
     it = bursts.Bursts("cpu", Compiler(), lambda line: None, lambda case, mode: RIGHT)
     known = bursts._Known(bases=[it._drawn(SOFTMAX, bursts._Known(), Random(1), 0.0, spoilt=False)[0]])
     drawn.clear()
@@ -116,7 +116,7 @@ def test_what_is_doubted_is_judged_by_itself():
 
 
 @KEPT
-@pytest.mark.parametrize("name", fuzz.questions())
+@pytest.mark.parametrize("name", fuzz_cases.questions())
 def test_the_first_look_doubts_whatever_the_judge_refuses(name, monkeypatch):
     """Of answers that are a little off, too large, of another dtype, or NaN in one place."""
     spoil = {
@@ -125,7 +125,7 @@ def test_the_first_look_doubts_whatever_the_judge_refuses(name, monkeypatch):
         "nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
     }
     right, random = getattr(course_ops, name), Random(name)
-    forward = fuzz.questions()[name].forward
+    forward = fuzz_cases.questions()[name].forward
     for kind, change in spoil.items():
 
         def wrong(*args, change=change, **options):
@@ -134,13 +134,13 @@ def test_the_first_look_doubts_whatever_the_judge_refuses(name, monkeypatch):
 
         refused = 0
         for _ in range(24):
-            case = fuzz.draw_case(name, "forward", Choices(400, random))
+            case = fuzz_cases.draw_case(name, "forward", Choices(400, random))
             if case["spoilt"]:
                 continue
             with monkeypatch.context() as patch:
                 patch.setattr(course_ops, forward or name, wrong)
-                outcome = fuzz.run(case, "cpu")
-                doubted = bool(fuzz.doubt(case, "cpu"))
+                outcome = fuzz_cases.run(case, "cpu")
+                doubted = bool(fuzz_cases.doubt(case, "cpu"))
             assert outcome.well or doubted, (kind, case)
             refused += not outcome.well
         assert refused, kind
@@ -151,7 +151,7 @@ def test_the_first_look_sees_a_changed_input(monkeypatch):
         "operator": "softmax", "direction": "forward", "options": {}, "seed": 0, "deterministic": True, "spoilt": "",
         "tensors": {"x": {"shape": [3, 7], "dtype": "float32", "layout": "step", "values": "normal"}},
     }  # fmt: skip
-    assert not fuzz.doubt(case, "cpu")
+    assert not fuzz_cases.doubt(case, "cpu")
 
     def overwrite(x):
         y = torch.softmax(x, -1)
@@ -159,7 +159,7 @@ def test_the_first_look_sees_a_changed_input(monkeypatch):
         return y
 
     monkeypatch.setattr(course_ops, "softmax", overwrite)
-    assert fuzz.doubt(case, "cpu")
+    assert fuzz_cases.doubt(case, "cpu")
 
 
 class Waits(TorchDispatchMode):
@@ -207,17 +207,19 @@ class Judge:
 
 def run(tmp_path, monkeypatch, code, cases=40, judge=Judge):
     """A run of one operator by processes that execute this code instead of bursts.main."""
-    popen = fuzzing.subprocess.Popen
+    popen = fuzz_runs.subprocess.Popen
     start = "import faulthandler, json, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR2)\n"
     start += "print('ready', flush=True)\nfor line in sys.stdin:\n  job = json.loads(line)\n"
-    monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", start + code], **more))
-    todo, said = [fuzzing.begun("softmax", "forward", "cpu")], []
-    it = fuzz_bursts.Run(
+    monkeypatch.setattr(
+        fuzz_runs.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", start + code], **more)
+    )
+    todo, said = [fuzz_runs.begun("softmax", "forward", "cpu")], []
+    it = fuzz_pool.Run(
         todo, cases, 60, said.append, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl",
-        worker=lambda mode: fuzz_bursts.BurstWorker(mode, patience=3), judge=judge,
+        worker=lambda mode: fuzz_pool.BurstWorker(mode, patience=3), judge=judge,
     )  # fmt: skip
     found = it.run(2)
-    (count,) = fuzzing.counts(tmp_path / "c.csv").values()
+    (count,) = fuzz_runs.counts(tmp_path / "c.csv").values()
     return found, count, said
 
 
@@ -230,7 +232,7 @@ DRAWN += "    print(json.dumps({'drawn': drawn | {'choices': [nth, 0, 9]}}), flu
 
 def test_counts_go_on_and_shapes_and_kernels_of_a_run_count_once(tmp_path, monkeypatch):
     """40 cases in bursts of 15 by two processes; then another run, which has nothing to do until it is asked for 50."""
-    monkeypatch.setattr(fuzz_bursts, "BURST", 15)
+    monkeypatch.setattr(fuzz_pool, "BURST", 15)
     _, count, _ = run(tmp_path, monkeypatch, JUDGED + END)
     assert (count.cases, count.shapes, count.kernels) == (40, 2, 1)
     _, count, _ = run(tmp_path, monkeypatch, JUDGED + END)
@@ -255,7 +257,7 @@ def test_cases_under_way_in_a_process_that_dies_are_asked_one_by_one(tmp_path, m
     assert [each.kind for each in found] == ["crash"]
     assert why in said[0]
     assert "right by itself" in said[0]
-    assert fuzzing.found(tmp_path / "f.jsonl") == found
+    assert fuzz_runs.found(tmp_path / "f.jsonl") == found
 
 
 def test_a_burst_that_compiles_beyond_its_patience_is_no_crash(tmp_path, monkeypatch):
@@ -270,16 +272,16 @@ def test_a_failure_is_shrunk_kept_once_and_can_be_replayed(tmp_path, monkeypatch
         tuple(draw.made)
         for seed in range(1000)
         if (draw := Choices(4000, Random(seed)))
-        and Judge("cpu").ask(fuzz.draw_case("softmax", "forward", draw)).kind == "crash"
+        and Judge("cpu").ask(fuzz_cases.draw_case("softmax", "forward", draw)).kind == "crash"
     )
     drawing = {"operator": "softmax", "direction": "forward", "most": 4000, "choices": choices}
     code = f"  print(json.dumps({{'failed': {drawing!r}, 'kind': 'crash', 'said': 'illegal address'}}), flush=True)\n"
     code += JUDGED.replace("'right': job['cases']", "'crash': 1, 'right': job['cases'] - 1")
-    monkeypatch.setattr(fuzz_bursts, "BURST", 20)
+    monkeypatch.setattr(fuzz_pool, "BURST", 20)
     found, count, said = run(tmp_path, monkeypatch, code + END)
     assert (count.cases, count.crashes) == (40, 2)
     first, last = (json.loads(each.splitlines()[-1]) for each in said)
-    assert first == fuzz.draw_case("softmax", "forward", Choices(4000, None, choices))
+    assert first == fuzz_cases.draw_case("softmax", "forward", Choices(4000, None, choices))
     assert [each.case for each in found] == [last]
     assert last["tensors"]["x"]["shape"][-1] == 6
 
@@ -291,7 +293,7 @@ def test_a_process_goes_on_while_a_failure_shrinks(tmp_path, monkeypatch):
     class Patient(Judge):
         def ask(self, case):
             for _ in range(100):
-                if sum(c.cases for c in fuzzing.counts(tmp_path / "c.csv").values()) >= 40:
+                if sum(c.cases for c in fuzz_runs.counts(tmp_path / "c.csv").values()) >= 40:
                     counted.append(True)
                     return Outcome("crash", "illegal address")
                 time.sleep(0.1)
@@ -300,25 +302,25 @@ def test_a_process_goes_on_while_a_failure_shrinks(tmp_path, monkeypatch):
     drawing = {"operator": "softmax", "direction": "forward", "most": 400, "choices": (2, 0, 9)}
     code = f"  print(json.dumps({{'failed': {drawing!r}, 'kind': 'crash', 'said': 'illegal address'}}), flush=True)\n"
     code += JUDGED.replace("'right': job['cases']", "'crash': 1, 'right': job['cases'] - 1")
-    monkeypatch.setattr(fuzz_bursts, "BURST", 20)
+    monkeypatch.setattr(fuzz_pool, "BURST", 20)
     found, count, _ = run(tmp_path, monkeypatch, code + END, judge=Patient)
     assert (count.cases, len(found), counted[0]) == (40, 1, True)
 
 
 def test_processes_are_shared_by_what_is_missing(tmp_path):
     """Of 16 processes: cases left times the seconds of a case so far, also of older code; one stays where it was."""
-    todo = [replace(fuzzing.begun(name, "forward", "cpu"), versions="1") for name in ("softmax", "gelu", "scan")]
+    todo = [replace(fuzz_runs.begun(name, "forward", "cpu"), versions="1") for name in ("softmax", "gelu", "scan")]
     fast, slow, full = (replace(c, cases=n, seconds=10.0) for c, n in zip(todo, (2000, 100, 5000), strict=True))
     for count in (fast, replace(slow, versions="0"), full):
-        fuzzing.counted(count, tmp_path / "c.csv")
+        fuzz_runs.counted(count, tmp_path / "c.csv")
     made = {"path": tmp_path / "c.csv", "found_path": tmp_path / "f.jsonl"}
-    it = fuzz_bursts.Run(todo, 5000, 60, print, **made)
+    it = fuzz_pool.Run(todo, 5000, 60, print, **made)
     assert [round(t.missing_s(5000)) for t in it.tallies] == [15, 500, 0]
     it.tallies[1].count = replace(slow, cases=1000, seconds=0)  # 4000 left, at 20 / s in the mean of both
     it.tallies[1].older = 0, 50.0
     taken = Counter(it._next(Counter())[1].operator for _ in range(4))
     assert taken == {"gelu": 4}  # 200 s, and at most 100 for another process
-    it = fuzz_bursts.Run(todo, 5000, 60, print, **made)
+    it = fuzz_pool.Run(todo, 5000, 60, print, **made)
     it.tallies[0].older = 0, 990.0  # 0.5 s a case: 1500 s beside 500
     taken = Counter(it._next(Counter())[1].operator for _ in range(4))
     assert taken == {"softmax": 3, "gelu": 1}
@@ -333,9 +335,9 @@ def test_processes_are_shared_by_what_is_missing(tmp_path):
 @KEPT
 def test_a_process_runs_bursts_of_every_operator(tmp_path):
     """By PyTorch on the CPU: each case is right or rightly refused."""
-    with fuzz_bursts.BurstWorker("cpu") as worker:
-        for name, question in fuzz.questions().items():
-            for direction in fuzz.DIRECTIONS[: 2 if question.gradients else 1]:
+    with fuzz_pool.BurstWorker("cpu") as worker:
+        for name, question in fuzz_cases.questions().items():
+            for direction in fuzz_cases.DIRECTIONS[: 2 if question.gradients else 1]:
                 lines = list(worker.lines(Job(name, direction, 1, 8, 60.0)))
                 assert sum(map(Counter, of(lines, "judged")), Counter()) == {"right": 7, "refused": 1}, lines[-1]
 

@@ -1,6 +1,6 @@
 """How small a systematic fault the judge of the random cases refuses: faults planted in right operators."""
 
-from lessonkit.judge import fuzz
+from lessonkit.judge import fuzz_cases
 
 import pytest
 import torch
@@ -192,12 +192,12 @@ def test_a_small_systematic_fault_is_refused(monkeypatch, name, dtype):
     case = {"operator": operator, "direction": direction, "tensors": tensors, "options": options, "noise": "pool"}
     case |= {"seed": 3, "deterministic": True, "spoilt": ""}
     if direction == "backward":
-        case |= {"wanted": [n for n in fuzz.questions()[operator].gradients if n in tensors]}
+        case |= {"wanted": [n for n in fuzz_cases.questions()[operator].gradients if n in tensors]}
         case |= {"upstream": {"layout": "contiguous", "values": "normal"}}
-    assert fuzz.run(case, "cpu").kind == "right"
-    question = fuzz.questions()[operator]
+    assert fuzz_cases.run(case, "cpu").kind == "right"
+    question = fuzz_cases.questions()[operator]
     shown = (question.forward if direction == "forward" else "") or operator
     right = getattr(course_ops, shown)
     monkeypatch.setattr(course_ops, shown, lambda **given: fault(right, given))
-    outcome = fuzz.run(case, "cpu")
+    outcome = fuzz_cases.run(case, "cpu")
     assert outcome.kind == "wrong", outcome.said

@@ -7,14 +7,14 @@ otherwise in the interpreter, which has 4 SMs: so a long row there is longer tha
 from lessonkit import device
 from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import ROOT
-from lessonkit.judge import operators, verify
+from lessonkit.judge import operator_mutants, verify
 from lessonkit.lesson import Mutant
 
 import pytest
 
 MODULES = [f"tests.operators.{path.stem}" for path in sorted(ROOT.glob("tests/operators/[a-z]*.py"))]
 QUICK = ("cross_entropy",)  # its mutants are judged at each push, the others' each night
-ASKED = [(f"{module}.{key}", asked) for module in MODULES for key, asked in operators.declared(module).items()]
+ASKED = [(f"{module}.{key}", asked) for module in MODULES for key, asked in operator_mutants.declared(module).items()]
 
 pytestmark = pytest.mark.kept("tests/operators/*.py", "course_ops/*.py", "course_ops/kernels/*.py")
 each = pytest.mark.parametrize(("name", "asked"), [pytest.param(*pair, id=pair[0]) for pair in ASKED])
@@ -58,8 +58,10 @@ def test_the_machine_code_shows_what_is_claimed(name, asked):
 )
 def test_mutants_are_rejected(module):
     """Each by the property that it names, or by one of the two."""
-    found = operators.verdicts(module)
-    wanted = {(key, m.why): m.caught_by for key, asked in operators.declared(module).items() for m in asked.wrong}
+    found = operator_mutants.verdicts(module)
+    wanted = {
+        (key, m.why): m.caught_by for key, asked in operator_mutants.declared(module).items() for m in asked.wrong
+    }
     wrong = {
         which: f"{found[which]}, expected {caught_by!r}"
         for which, caught_by in wanted.items()
@@ -71,7 +73,7 @@ def test_mutants_are_rejected(module):
 def test_a_mutant_of_a_line_that_is_gone_is_an_error(tmp_path):
     gone = Mutant("gone", "softmax_packed_kernel", "no such line", "", "softmax")
     with pytest.raises(Misdeclared, match="stands 0 times in softmax_packed_kernel"):
-        operators.write(tmp_path, "tests.operators.softmax", gone)
+        operator_mutants.write(tmp_path, "tests.operators.softmax", gone)
 
 
 def test_no_case_of_a_problem_is_left_out():

@@ -15,6 +15,7 @@ from lessonkit.base import device, files
 from lessonkit.base.errors import Misdeclared, Unsupported
 from lessonkit.base.files import environment
 from lessonkit.base.markdown import filled
+from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.commands import parallel
 from lessonkit.cuda import sass
 from lessonkit.judge import check, counters, mutants
@@ -78,7 +79,7 @@ def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
         for language in (".md", ".zh-CN.md"):
             (tmp_path / f"{page}{language}").write_text(f"before\n{text}after\n")
     path, larger = reports / "some-gpu" / f"{ADD}.csv", a_row(bytes=2, shape="n=1024")
-    rows.write_atomically(path, rows.to_csv(map(dataclasses.asdict, (a_row(), larger))))
+    rows.write_atomically(path, to_csv(map(dataclasses.asdict, (a_row(), larger))))
     table = lesson.Table("sizes", [{"n": 1, "ms": 2.0}, {"n": 2, "ms": 3.0}], note="larger is slower", x="n", y="ms")
     report.save_table("day2_triton_basics.lesson02_common_errors", table, "some-gpu")
     report.write()
@@ -94,7 +95,7 @@ def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
     assert not report.write(), "a second run changes nothing"
     assert "measured at 1, before a change" in (reports / "some-gpu" / f"{ADD}.md").read_text(), "1 is no fingerprint"
     assert "\\*" in readme
-    rows.write_atomically(path, rows.to_csv(map(dataclasses.asdict, (a_row(tb_per_s=2.0), larger))))
+    rows.write_atomically(path, to_csv(map(dataclasses.asdict, (a_row(tb_per_s=2.0), larger))))
     assert reports / "some-gpu" / f"{ADD}.png" in report.write(), "a plot of other data is stale"
 
 
@@ -427,7 +428,7 @@ def test_a_peer_that_is_not_timed_is_a_row_with_the_reason(monkeypatch, tmp_path
     assert everything["quack"].kind == rows.ABSENT
     assert everything["quack"].reason == str(error)
     assert everything["add"].ratio_to_best_peer == ratio
-    assert rows.read_csv(path)[0]["ratio_to_best_peer"] == cell
+    assert read_csv(path)[0]["ratio_to_best_peer"] == cell
     assert {row.rung for row in rows.read(path)} == {"add", "torch", "copy"}
     assert everything["add"].machine == "triton-1=0"
     assert f"Without quack ({error})." in report._without(list(everything.values()), report.absent(path, found))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lessonkit import Lesson, Mutant, device
 from lessonkit.base.files import ROOT
-from lessonkit.judge import check, mutants, operators
+from lessonkit.judge import check, mutants, operator_mutants
 
 import pytest
 import torch
@@ -410,7 +410,7 @@ def changes() -> Iterator[tuple[str, str, str]]:
         yield from ((f"{KERNELS}.{file}", mutant.where, mutant.old) for mutant in found)
     every_file = [f"{KERNELS}.{path.stem}" for path in sorted(ROOT.glob("course_ops/kernels/*.py"))]
     for path in sorted(ROOT.glob("tests/operators/[a-z]*.py")):
-        for lesson in operators.declared(f"tests.operators.{path.stem}").values():
+        for lesson in operator_mutants.declared(f"tests.operators.{path.stem}").values():
             for mutant in lesson.wrong:  # it names no file: its text stands in one
                 yield from ((file, mutant.where, mutant.old) for file in every_file)
     for tests, kernels in (

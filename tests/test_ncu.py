@@ -4,6 +4,7 @@ import os
 import sys
 
 import lessonkit.base.device as device
+from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import counters
 from lessonkit.lesson import kernels
@@ -72,9 +73,9 @@ def test_both_counts_are_compared_by_rung_and_kernel(tmp_path, monkeypatch):
         {"rung": "first", "kernel": "row_kernel<T, N>"} | metrics | {"loads": 300, "sectors a load": 8},
         {"rung": "second", "kernel": "other_kernel"} | metrics,
     ]
-    rows.write_atomically(tmp_path / "emulated" / "cuda_src.some.csv", rows.to_csv(emulated))
+    rows.write_atomically(tmp_path / "emulated" / "cuda_src.some.csv", to_csv(emulated))
     place = ncu.path(tmp_path / "some-gpu")
-    rows.write_atomically(place, "# {}\n" + rows.to_csv(ncu._parsed(PRINTED, TURNS)))
+    rows.write_atomically(place, "# {}\n" + to_csv(ncu._parsed(PRINTED, TURNS)))
     found = {row["metric"]: (row["emulated"], row["ncu"], row["ratio"]) for row in ncu.compared(place)}
     assert found["loads"] == ("400", "2000", "5.00")
     assert found["sectors a load"] == ("7", "6", "0.86")
@@ -119,13 +120,13 @@ def test_count_asks_again_for_the_lessons_behind_a_crash(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "name", lambda: "some-gpu")
     said = ncu.count(["cuda_src.02_vector_add", "cuda_src.03_matrix_multiply"])
     assert ["application returned" in said[0], len(said)] == [True, 2], said
-    kept = rows.read_csv(ncu.path(tmp_path / "reports" / "some-gpu"))
+    kept = read_csv(ncu.path(tmp_path / "reports" / "some-gpu"))
     assert [(row["kernel"], row["global_load_requests"]) for row in kept] == [
         ("add_one_kernel", "256"),
         ("naive_kernel", "7"),
     ]
     ncu.count(["cuda_src.03_matrix_multiply"])
-    assert rows.read_csv(ncu.path(tmp_path / "reports" / "some-gpu")) == kept, "merged"
+    assert read_csv(ncu.path(tmp_path / "reports" / "some-gpu")) == kept, "merged"
 
 
 def test_the_counts_page_is_made_from_its_rows():

@@ -19,7 +19,7 @@ from lessonkit.pages import (
     final,
     final_report,
     lengths,
-    operators,
+    operator_pages,
     pivots,
     plots,
     predictions,
@@ -198,16 +198,16 @@ def test_every_lesson_with_kernels_names_its_operator_and_no_two_share_a_page():
     lessons = [name for name, _ in kernels() if name != "cuda_src.05_stream_overlap"]  # copies, and no kernel of note
     named = {results.operator(name) for name in lessons}
     assert not {name for name in lessons if results.operator(name) == name.split(".")[1]}
-    assert len({operators.file_name(name) for name in named}) == len(named)
-    assert operators.file_name("attention, dQ alone") == "attention_dq_alone.md"
+    assert len({operator_pages.file_name(name) for name in named}) == len(named)
+    assert operator_pages.file_name("attention, dQ alone") == "attention_dq_alone.md"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_an_operators_page_has_every_rung_of_all_its_lessons(folder):
     today = Today(kernels())
-    pages = operators.pages(folder, today)
-    for ladder in operators.ladders(folder):
-        page = pages[folder / operators.file_name(ladder.name)]
+    pages = operator_pages.pages(folder, today)
+    for ladder in operator_pages.ladders(folder):
+        page = pages[folder / operator_pages.file_name(ladder.name)]
         for name, lesson, found in ladder.lessons:
             assert f"({name}.md)" in page
             measured = {row.rung for row in found}
@@ -215,16 +215,18 @@ def test_an_operators_page_has_every_rung_of_all_its_lessons(folder):
             for peer in {row.rung for row in found if row.kind == "peer" and row.ratio_to_best_peer == 1}:
                 assert peer in page
         old = any(today.why_old(row) for _, _, found in ladder.lessons for row in found if row.kind != "limit")
-        assert (operators.ABOUT in page) == old, ladder.name
+        assert (operator_pages.ABOUT in page) == old, ladder.name
 
 
 @pytest.mark.parametrize("gpu", ["nvidia-h200", "nvidia-unknown"])
 def test_an_operators_page_says_the_share_of_the_data_sheet(lesson, monkeypatch, gpu):
     """4 of 4.8 TB/s, all of the limit; 67 TFLOP/s is what a vector add's dtype could have."""
-    monkeypatch.setattr(operators, "ladders", lambda folder: [operators.Ladder("add", ((ADD, lesson, (row,)),))])
-    monkeypatch.setattr(operators.yardstick, "streams", lambda folder: None)
+    monkeypatch.setattr(
+        operator_pages, "ladders", lambda folder: [operator_pages.Ladder("add", ((ADD, lesson, (row,)),))]
+    )
+    monkeypatch.setattr(operator_pages.yardstick, "streams", lambda folder: None)
     row = a_row(gpu=gpu, dtype="float32")
-    (page,) = (page for page in operators.pages(REPORTS / gpu, Today(kernels())).values() if isinstance(page, str))
+    (page,) = (page for page in operator_pages.pages(REPORTS / gpu, Today(kernels())).values() if isinstance(page, str))
     known = gpu == "nvidia-h200"
     assert ("for the H200 SXM, 4.8 TB/s, 67 TFLOP/s (fp32). Nothing exceeds it." in page) == known
     assert f"| 4.00 TB/s | 100% | {'83%' if known else ''} |" in page
@@ -233,7 +235,7 @@ def test_an_operators_page_says_the_share_of_the_data_sheet(lesson, monkeypatch,
 def test_the_fastest_at_a_shape_stands_beside_the_peer_of_its_own_rounds(lesson):
     slow = (a_row(rung="add_block", ms_p50=4.0), a_row(rung="torch", kind="peer", ms_p50=1.0))
     fast = (a_row(rung="add_wide", ms_p50=2.0), a_row(rung="torch", kind="peer", ms_p50=3.0))
-    (best,) = operators.Ladder("add", (("a", lesson, slow), ("b", lesson, fast))).fastest()
+    (best,) = operator_pages.Ladder("add", (("a", lesson, slow), ("b", lesson, fast))).fastest()
     assert (best.row, best.peer) == fast
 
 
@@ -248,7 +250,7 @@ def test_a_peer_that_another_lesson_timed_is_the_best_where_it_is_faster(lesson)
     other = timed("add_block", 4.0, "n=1", ("torch", 3.9), ("CUB", 3.0))
     other += timed("add_block", 4.0, "n=2", ("CUB", 2.4))
     found = results.beside([("a", lesson, fast), ("b", lesson, other)])
-    first, second = operators.Ladder("add", tuple(found)).fastest()
+    first, second = operator_pages.Ladder("add", tuple(found)).fastest()
     assert (first.peer.rung, first.row.ratio_to_best_peer) == ("CUB §", 1.5)
     assert (second.peer.rung, second.row.ratio_to_best_peer) == ("torch", 1.1)
     assert found[1][2][:3] == other[:3], "its own peer is its best"
@@ -267,22 +269,22 @@ def test_a_peer_of_other_rounds_is_old_when_its_own_row_is():
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
 def test_scan_is_held_against_cub_on_every_page():
     folder, today = FOLDERS[0], Today(kernels())
-    scan = next(ladder for ladder in operators.ladders(folder) if ladder.name == "scan").main()
+    scan = next(ladder for ladder in operator_pages.ladders(folder) if ladder.name == "scan").main()
     assert scan.peer.rung.startswith("CUB")
     cell = f"CUB § | {scan.ratio} |" if scan.peer.rung.endswith("§") else f"CUB | {scan.ratio} |"
     contest = next(c for c in results.contests(folder) if c.name == "scan")
-    for text in (operators.overview("en", today), final.as_markdown("", final_report.build(folder)[1])):
+    for text in (operator_pages.overview("en", today), final.as_markdown("", final_report.build(folder)[1])):
         assert cell in text
-        assert operators.FROM_ELSEWHERE in text
+        assert operator_pages.FROM_ELSEWHERE in text
     assert (contest.peer.rung, f"{contest.best.ratio_to_best_peer:.2f}") == (scan.peer.rung, scan.ratio)
     assert "CUB (`scan`)" in shipped.from_rows(folder, "en")
 
 
 def test_a_missing_ratio_of_a_steps_table_is_marked():
     line = {"operator": "add", "best peer, ms": "2 (quack)", "over its peers": ""}
-    assert operators.marked(line)["over its peers"] == "‡"
-    assert operators.marked(line | {"best peer, ms": ""})["over its peers"] == ""
-    assert operators.marked(line | {"over its peers": "1.00"})["over its peers"] == "1.00"
+    assert operator_pages.marked(line)["over its peers"] == "‡"
+    assert operator_pages.marked(line | {"best peer, ms": ""})["over its peers"] == ""
+    assert operator_pages.marked(line | {"over its peers": "1.00"})["over its peers"] == "1.00"
 
 
 def test_the_readme_says_which_times_are_refused():
@@ -294,17 +296,19 @@ def test_the_readme_says_which_times_are_refused():
 def test_an_incomplete_row_is_marked_on_every_page(lesson, monkeypatch, ratio, peer, cell):
     """A blank would look as if it had no peer."""
     found = (a_row(ratio_to_best_peer=ratio), *([a_row(rung=peer, kind="peer")] if peer else []))
-    monkeypatch.setattr(operators, "ladders", lambda folder: [operators.Ladder("add", ((ADD, lesson, found),))])
-    monkeypatch.setattr(operators.yardstick, "streams", lambda folder: None)
+    monkeypatch.setattr(
+        operator_pages, "ladders", lambda folder: [operator_pages.Ladder("add", ((ADD, lesson, found),))]
+    )
+    monkeypatch.setattr(operator_pages.yardstick, "streams", lambda folder: None)
     monkeypatch.setattr(Today, "why_old", lambda self, row: "")
     today = Today(kernels())
-    (page,) = (page for page in operators.pages(FOLDERS[0], today).values() if isinstance(page, str))
-    readme, cards = operators.overview("en", today), operators.cards(today)
+    (page,) = (page for page in operator_pages.pages(FOLDERS[0], today).values() if isinstance(page, str))
+    readme, cards = operator_pages.overview("en", today), operator_pages.cards(today)
     assert f"| {peer} | {'2' if peer else ''} | {cell} |" in page
     assert f"| {peer} | {cell} | {cell} |" in readme
     assert (", ‡ of" if cell == "‡" else f"{cell} of") in cards or not peer
     for text in (page, readme, cards):
-        assert (operators.INCOMPLETE in text) == ("‡" in text) == (cell == "‡")
+        assert (operator_pages.INCOMPLETE in text) == ("‡" in text) == (cell == "‡")
 
 
 def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypatch):
@@ -317,13 +321,13 @@ def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypa
         return *mine, *(a_row(rung="torch", kind="peer", shape=n) for n in at)
 
     fast, slow = timed("add_wide", 1.0, shapes[:3]), timed("add_block", 3.0, shapes)
-    ladder = operators.Ladder("add", (("add_block", lesson, slow), ("add_wide", lesson, fast)))
+    ladder = operator_pages.Ladder("add", (("add_block", lesson, slow), ("add_wide", lesson, fast)))
     monkeypatch.setattr(results, "main_size", lambda lessons: (shapes[0], fast[0].dtype))
     assert [best.row.shape for best in ladder.fastest()] == shapes
     assert ladder.contested() == ladder.fastest()[:3]
-    monkeypatch.setattr(operators, "ladders", lambda folder: [ladder])
+    monkeypatch.setattr(operator_pages, "ladders", lambda folder: [ladder])
     monkeypatch.setattr(results, "language", lambda lesson: "Triton")
-    assert "| 1.25 to 1.50 (2 of 3 shapes) |" in operators.overview("en", Today(kernels()))
+    assert "| 1.25 to 1.50 (2 of 3 shapes) |" in operator_pages.overview("en", Today(kernels()))
     monkeypatch.setattr(final_report, "EVEN", 2)
     ((_, worst),) = final_report._behind(final_report._slower(FOLDERS[0], []))
     assert worst.row.ratio_to_best_peer == 1.25
@@ -331,22 +335,22 @@ def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypa
 
 def test_each_lesson_of_a_ladder_starts_over(lesson):
     found = [a_row(rung=rung.__name__, ms_p50=ms) for rung, ms in zip(lesson.rungs, (4.0, 2.0, 1.0), strict=False)]
-    ladder = operators.Ladder("add", (("day.a", lesson, found), ("day.b", lesson, found)))
-    table = operators._rungs(ladder, results.place(found[0]), lambda row: "", None)
+    ladder = operator_pages.Ladder("add", (("day.a", lesson, found), ("day.b", lesson, found)))
+    table = operator_pages._rungs(ladder, results.place(found[0]), lambda row: "", None)
     over = [line.split("|")[-3].strip() for line in table.splitlines() if line.startswith("| [")]
     assert over == ["", "2.00", "2.00"] * 2
 
 
-@pytest.mark.parametrize("language", operators.HEADS)
+@pytest.mark.parametrize("language", operator_pages.HEADS)
 def test_readme_has_a_line_for_each_operator(language):
-    lines = operators.overview(language, Today(kernels())).splitlines()
+    lines = operator_pages.overview(language, Today(kernels())).splitlines()
     for folder in FOLDERS:
         said = lines[lines.index(f"### {folder.name}") + 2]
-        for ladder in operators.ladders(folder):
+        for ladder in operator_pages.ladders(folder):
             assert all(
                 f"torch {b.row.torch.partition('+')[0]}, Triton {b.row.triton}" in said for b in ladder.fastest()
             )
-            mine = [x for x in lines if f"(reports/{folder.name}/{operators.file_name(ladder.name)})" in x]
+            mine = [x for x in lines if f"(reports/{folder.name}/{operator_pages.file_name(ladder.name)})" in x]
             assert len(mine) == 1, ladder.name
         for contest in results.contests(folder):
             assert any(x.startswith(f"| [{contest.name}]") and f"| {contest.best.rate} |" in x for x in lines)
@@ -602,7 +606,7 @@ def test_the_final_report_marks_what_was_measured_before_the_code_changed(monkey
     block = final.Block(text="About \\*", table=({"rate": line["rate"], "over": "**0.9** \\*"},))
     assert "\\" not in final.as_html("", [block], {})
     text = final_report.build(FOLDERS[0])[1][-1].text
-    assert operators.ABOUT in text
+    assert operator_pages.ABOUT in text
 
 
 def test_the_final_report_says_a_prediction_in_the_unit_of_its_result(lesson):
@@ -628,7 +632,7 @@ def test_the_final_report_divides_by_the_peer_that_it_names():
 def test_the_next_hour_is_no_gap_that_what_ships_has_closed(lesson):
     """At the first shape the operator reaches the library, at the second neither does."""
     rows_ = [a_row(ms_p50=ms, ratio_to_best_peer=0.5) for ms in (4.0, 2.0, 1.0)]
-    best = [operators.Fastest(row, None, (row,)) for row in rows_]
+    best = [operator_pages.Fastest(row, None, (row,)) for row in rows_]
     slower = [("add", best[0], 1.2), ("add", best[1], 0.9), ("sum", best[2], 0.966)]
     assert final_report._behind(slower) == [("add", best[1])]
     (said,) = final_report._left_out(slower)

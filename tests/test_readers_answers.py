@@ -4,7 +4,7 @@ import re
 from itertools import combinations
 
 from lessonkit import device
-from lessonkit.exercise import compiled, grade, source
+from lessonkit.exercise import compile_check, grade, source
 
 import pytest
 
@@ -99,8 +99,8 @@ def test_a_readers_answer_is_refused(name, caught_by, edits):
     for old, new in edits:
         assert old in answer, f"the solution has no {old!r} any more"
         answer = answer.replace(old, new)
-    if caught_by == "compiler" and compiled.lacks_compiler():
-        pytest.skip(compiled.lacks_compiler())
+    if caught_by == "compiler" and compile_check.lacks_compiler():
+        pytest.skip(compile_check.lacks_compiler())
     verdict = grade.grade_and_compile(exercise, answer, targets=[90])
     assert verdict.caught_by == caught_by, verdict
     if caught_by == "compiler":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lessonkit.__main__ as cli
 from lessonkit.base import device
-from lessonkit.base.tables import read_csv
+from lessonkit.base.tables import read_csv, with_head
 from lessonkit.commands import renew, show
 from lessonkit.lesson import Steps, Table, kernels
 from lessonkit.measure import beside, coverage, fingerprint, operator_cases, operator_rows, rows, sanitize, stale
@@ -73,7 +73,7 @@ def renewed(tmp_path, monkeypatch):
         monkeypatch.setattr(renew.operator_bench, "Processes", Processes(done))
         monkeypatch.setattr(operator_rows, "cases", lambda: list(cases))
         monkeypatch.setattr(operator_rows, "missing", lambda known, asked: asked)
-        monkeypatch.setattr(renew.fuzz_bursts, "run", drawn)
+        monkeypatch.setattr(renew.fuzz_pool, "run", drawn)
         failed = renew.run(minutes, 3, lambda line: None)
         lines = log.read_text().splitlines() if log.exists() else []
         return failed, lines, done
@@ -270,9 +270,9 @@ def test_what_stale_lists_is_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "capability", lambda: 90)
     (tmp_path / "a-gpu").mkdir()
     head = {"step": "speed", "source": "older"}
-    rows.write_atomically(tmp_path / "a-gpu" / f"{TRAIN}.speed.csv", rows.with_head(head, "a\n1\n"))
+    rows.write_atomically(tmp_path / "a-gpu" / f"{TRAIN}.speed.csv", with_head(head, "a\n1\n"))
     head = {"step": "counted", "source": fingerprint.step(stale.ROOT, TRAIN, "counted")}
-    rows.write_atomically(tmp_path / "a-gpu" / f"{TRAIN}.counted.csv", rows.with_head(head, "a\n1\n"))
+    rows.write_atomically(tmp_path / "a-gpu" / f"{TRAIN}.counted.csv", with_head(head, "a\n1\n"))
     measured = rows.read(stale.rows.REPORTS / rows.MACHINE / f"{SOFTMAX}.csv")
     older = [replace(row, source="a.b.c", machine="") for row in measured]
     rows.write_atomically(tmp_path / "a-gpu" / f"{SOFTMAX}.csv", rows.as_csv(older))

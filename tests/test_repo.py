@@ -6,6 +6,7 @@ import sys
 from fnmatch import fnmatch
 
 from lessonkit.base.files import ROOT, environment
+from lessonkit.base.tables import head, read_csv
 from lessonkit.cuda import sass, toolchain
 from lessonkit.lesson import discover
 from lessonkit.lesson import kernels as lesson_kernels
@@ -84,7 +85,7 @@ def test_every_rung_has_a_compiled_row():
     """Of CUDA C++ every kernel that the program defines, not every rung."""
     for name, lesson in lesson_kernels():
         path = rows.REPORTS / "compiled" / f"{name}.csv"
-        found = {row["rung"] for row in rows.read_csv(path)}
+        found = {row["rung"] for row in read_csv(path)}
         if lesson.extension:
             wanted = sass.declared(lesson.extension.source)
             if "ThunderKittens" in toolchain.comment_line(lesson.extension.source, "Needs"):
@@ -92,7 +93,7 @@ def test_every_rung_has_a_compiled_row():
         else:
             wanted = {rung.__name__ for rung in lesson.rungs}
         assert found == wanted, f"run `python -m lessonkit compile {name}`"
-        about = rows.head(path)
+        about = head(path)
         assert {"triton", "nvcc"} & set(about), name
         assert set(about["source"]) == ({"program"} if lesson.extension else found), name
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from lessonkit.__main__ import app
 from lessonkit.base import device, renames
 from lessonkit.base.files import ROOT
+from lessonkit.base.tables import head, read_csv, seal, to_csv
 from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
 from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import fingerprint, launches, rows, stale
-from lessonkit.pages import operators, report
+from lessonkit.pages import operator_pages, report
 
 import pytest
 from typer.testing import CliRunner
@@ -137,8 +138,8 @@ def test_the_tables_of_steps_fit_their_seals():
     tables = [path for folder in stale.device_folders() for path in folder.glob("*.*.*.csv")]
     assert tables
     for path in tables:
-        about = rows.head(path)
-        assert about["seal"] == rows.seal(rows.read_csv(path), about["commit"]), path
+        about = head(path)
+        assert about["seal"] == seal(read_csv(path), about["commit"]), path
         assert about["source"], path
         assert about["gpu"] == path.parent.name, path
 
@@ -194,15 +195,15 @@ def test_pages_grow_a_column_for_a_card(a_card):
     """At the same shape as ours; and its own pages, and a section of the README."""
     today = stale.Today(kernels())
     assert [folder.name for folder in stale.device_folders()] == [DEVICE, CARD], "ours are read where there are two"
-    header, _, *lines = [line for line in operators.cards(today).splitlines() if line.startswith("|")]
+    header, _, *lines = [line for line in operator_pages.cards(today).splitlines() if line.startswith("|")]
     assert header == f"| operator | shape | {DEVICE} | {CARD} |"
     (add,) = [line for line in lines if line.startswith("| vector add |")]
     ours, theirs = (float(rate) for rate in re.findall(r"([\d.]+) TB/s", add))
     assert ours == pytest.approx(3 * theirs, rel=0.02)
     assert sum(not line.endswith("|  |") for line in lines) == 1, "what was not measured on it is left empty"
-    made = operators.pages(a_card.parent, today)
+    made = operator_pages.pages(a_card.parent, today)
     assert [path.name for path in made] == ["vector_add.md"]
-    assert f"### {CARD}" in operators.overview("en", today)
+    assert f"### {CARD}" in operator_pages.overview("en", today)
 
 
 def test_another_card_is_no_part_of_a_release(a_card):
@@ -231,8 +232,8 @@ def test_another_card_is_no_part_of_a_release(a_card):
 def test_a_changed_figure_is_found(tmp_path, change, says):
     name = "day2_triton_basics.lesson05_softmax"
     path = tmp_path / f"{name}.csv"
-    found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
-    path.write_text(rows.to_csv([change(found[0]), *found[1:]]))
+    found = read_csv(ROOT / "reports" / DEVICE / path.name)
+    path.write_text(to_csv([change(found[0]), *found[1:]]))
     assert any(says in fault for fault in faults(path)), faults(path)
     assert any("seal" in fault for fault in faults(path)), "whatever was measured is sealed"
 
@@ -240,11 +241,11 @@ def test_a_changed_figure_is_found(tmp_path, change, says):
 def test_a_dropped_peer_is_found(tmp_path):
     name = "day2_triton_basics.lesson05_softmax"
     path = tmp_path / f"{name}.csv"
-    found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
+    found = read_csv(ROOT / "reports" / DEVICE / path.name)
     shutil.copy(ROOT / "reports" / DEVICE / "absent.csv", tmp_path)
-    path.write_text(rows.to_csv(found))
+    path.write_text(to_csv(found))
     assert not faults(path)
-    path.write_text(rows.to_csv(row for row in found if row["rung"] != "quack"))
+    path.write_text(to_csv(row for row in found if row["rung"] != "quack"))
     assert f"{found[0]['shape']}: quack has no row" in faults(path)
 
 
@@ -253,7 +254,7 @@ def test_the_list_of_absent_peers_only_shrinks():
 
     96 of them are peers that a lesson got when it came to share its problem with others.
     """
-    listed = rows.read_csv(ROOT / "reports" / DEVICE / "absent.csv")
+    listed = read_csv(ROOT / "reports" / DEVICE / "absent.csv")
     assert len(listed) <= 10
     for line in listed:
         have = {(row.rung, row.shape) for row in rows.read_all(ROOT / "reports" / DEVICE / f"{line['lesson']}.csv")}
@@ -270,7 +271,7 @@ def test_no_page_shows_a_ratio_that_lacks_a_peer(tmp_path):
         about | {"shape": first, "reason": rows.NOT_INSTALLED},
         about | {"shape": second, "reason": "it refuses the shape"},
     ]
-    (tmp_path / "absent.csv").write_text(rows.to_csv(lines))
+    (tmp_path / "absent.csv").write_text(to_csv(lines))
     found = [row for row in rows.read(tmp_path / f"{name}.csv") if row.kind == "rung"]
     assert not any(row.ratio_to_best_peer for row in found if row.shape == first)
     assert all(row.ratio_to_best_peer for row in found if row.shape == second)
@@ -353,7 +354,7 @@ def test_a_peer_of_no_version_is_to_be_measured_again(measured, monkeypatch, pee
     """As `renew` does with all that is listed; nothing has changed, so no page says that it did."""
     monkeypatch.setattr(stale.Today, "why_old", lambda self, row: "")
     measured(rung=peer, kind="peer", peer_version=version)
-    assert [(each.why, each.reason()) for each in stale.old()] == [(said, said) for said in why]
+    assert [(each.why, stale.in_words(each.why)) for each in stale.old()] == [(said, said) for said in why]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lessonkit.commands import course_run, versions
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress, source
 from lessonkit.judge import mutants, verdicts
-from lessonkit.measure import beside, fuzzing, gpu_mutants, operator_rows, rows, sanitize, stale
+from lessonkit.measure import beside, fuzz_runs, gpu_mutants, operator_rows, rows, sanitize, stale
 from lessonkit.modes import compiled
 
 import pytest
@@ -196,10 +196,10 @@ def save_verdicts(folder, monkeypatch):
 
 
 def add_found(folder, monkeypatch):
-    monkeypatch.setattr(fuzzing, "found", Together(fuzzing.found))
+    monkeypatch.setattr(fuzz_runs, "found", Together(fuzz_runs.found))
     place = folder / "found.jsonl"
     return (
-        lambda word: fuzzing.add(fuzzing.Found("interpreted", {"seed": word}, "wrong", word), place),
+        lambda word: fuzz_runs.add(fuzz_runs.Found("interpreted", {"seed": word}, "wrong", word), place),
         lambda: place.read_text(),
     )
 
@@ -249,11 +249,11 @@ def save_watched(folder, monkeypatch):
 
 
 def count_cases(folder, monkeypatch):
-    monkeypatch.setattr(fuzzing, "counts", Together(fuzzing.counts))
+    monkeypatch.setattr(fuzz_runs, "counts", Together(fuzz_runs.counts))
     place = folder / "fuzz.csv"
     known = {"mode": "cpu", "device": "cpu", "cases": 1, "versions": "x", "code": "x", "commit": "x"}
     return (
-        lambda word: fuzzing.counted(fuzzing.Count(operator=word, direction="forward", **known), place),
+        lambda word: fuzz_runs.counted(fuzz_runs.Count(operator=word, direction="forward", **known), place),
         lambda: place.read_text(),
     )
 

@@ -25,7 +25,19 @@ from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import catalogues, guides, predictions, report, results, stored
-from lessonkit.web import charts, exercises, extension, grader, lessons, places, prose, quizzes, site, start, style
+from lessonkit.web import (
+    charts,
+    exercise_pages,
+    grader,
+    lesson_pages,
+    myst,
+    places,
+    quiz_pages,
+    site,
+    sphinx_extension,
+    start,
+    style,
+)
 from lessonkit.web.page import pack
 from lessonkit.web.serve import ASK, TOKEN, Server
 
@@ -43,7 +55,7 @@ def lesson(name):
 
 
 def page(name, language="en"):
-    made = lessons.Page(name, lesson(name), language, lambda path: f"files/{path.name}").pages()
+    made = lesson_pages.Page(name, lesson(name), language, lambda path: f"files/{path.name}").pages()
     return made[places.lesson_page(name)]
 
 
@@ -54,7 +66,7 @@ def test_a_file_becomes_prose_and_code_and_loses_nothing():
     """Every line of a lesson's file is in one part, in order."""
     for path in (ROOT / "day2_triton_basics/lesson05_softmax.py", ROOT / "cuda_src/10_scan_ahead.cu"):
         text = path.read_text()
-        found = "\n".join(part.text for part in prose.parts(text, path.suffix))
+        found = "\n".join(part.text for part in myst.parts(text, path.suffix))
         words = re.findall(r"\w+", re.sub(r"^(?:#|//)", "", text, flags=re.MULTILINE))
         assert re.findall(r"\w+", found) == words
 
@@ -70,13 +82,13 @@ def test_a_file_becomes_prose_and_code_and_loses_nothing():
     ],
 )
 def test_plain_text_is_no_markup_by_accident(said, becomes):
-    assert prose.escaped(said) == becomes
+    assert myst.escaped(said) == becomes
 
 
 def test_drawings_lists_labels_and_predictions_keep_their_form():
     said = "A row:\n\n    [ 1  2 ]   m = 2\n    [ 3 ]\n\n- one\n  goes on\n- two\n\nIt is read. Predicted: 2 times.\n"
     said += "Run it:    python x.py"
-    assert prose.markdown(said) == (
+    assert myst.markdown(said) == (
         "A row:\n\n```text\n[ 1  2 ]   m = 2\n[ 3 ]\n```\n\n- one goes on\n- two\n\nIt is read.\n\n"
         "::::{container} prediction\nPredicted: 2 times.\n::::\n\n- **Run it** `python x.py`\n"
     )
@@ -85,12 +97,12 @@ def test_drawings_lists_labels_and_predictions_keep_their_form():
 def test_a_prediction_keeps_the_table_that_it_announces():
     said = "Predicted in ms:\n\n    a   1\n    b   2\n\nText."
     table = "```text\na   1\nb   2\n```"
-    assert prose.markdown(said) == (f"::::{{container}} prediction\nPredicted in ms:\n\n{table}\n::::\n\nText.\n")
+    assert myst.markdown(said) == (f"::::{{container}} prediction\nPredicted in ms:\n\n{table}\n::::\n\nText.\n")
 
 
 def test_a_label_is_one_in_chinese_and_below_a_long_command():
     said = "编译：    nvcc -o a\n          a.cu\n无 GPU：  python a.py   （模拟运行）\n"
-    assert prose.markdown(said) == (
+    assert myst.markdown(said) == (
         "- **编译** `nvcc -o a`\n\n```text\na.cu\n```\n\n- **无 GPU** `python a.py` （模拟运行）\n"
     )
 
@@ -105,18 +117,18 @@ def test_a_label_is_one_in_chinese_and_below_a_long_command():
     ],
 )
 def test_lines_of_chinese_are_put_together_without_a_space(said, becomes):
-    assert prose.markdown(said) == f"{becomes}\n"
-    assert prose.markdown(f"- {said}".replace("\n", "\n  ")) == f"- {becomes}\n"
+    assert myst.markdown(said) == f"{becomes}\n"
+    assert myst.markdown(f"- {said}".replace("\n", "\n  ")) == f"- {becomes}\n"
 
 
 def test_numbers_that_count_up_are_a_list():
-    assert prose.markdown("1. one\n2. two\n   goes on\n3. three\n") == "1. one\n2. two goes on\n3. three\n"
-    assert prose.markdown("2. is no list\nof items") == "2\\. is no list of items\n"
+    assert myst.markdown("1. one\n2. two\n   goes on\n3. three\n") == "1. one\n2. two goes on\n3. three\n"
+    assert myst.markdown("2. is no list\nof items") == "2\\. is no list of items\n"
 
 
 def test_a_comment_between_dashes_is_a_heading():
     said = "---- 1. Out of bounds ------------\nA read is one too far.\n---- Launch ----\n"
-    assert prose.markdown(said) == "## 1\\. Out of bounds\n\nA read is one too far.\n\n## Launch\n"
+    assert myst.markdown(said) == "## 1\\. Out of bounds\n\nA read is one too far.\n\n## Launch\n"
 
 
 @pytest.mark.parametrize(
@@ -129,33 +141,33 @@ def test_a_comment_between_dashes_is_a_heading():
     ],
 )
 def test_a_page_has_its_title_once(said, title, rest):
-    assert prose.title(said) == (title, rest)
+    assert myst.title(said) == (title, rest)
 
 
 def test_a_file_without_a_title_is_named_by_its_first_sentence():
-    assert prose.sentence("Rung 7: launch. The programs\nwait.") == "Rung 7: launch"
-    assert prose.sentence("第 7 级：启动。程序等待。") == "第 7 级：启动"
+    assert myst.sentence("Rung 7: launch. The programs\nwait.") == "Rung 7: launch"
+    assert myst.sentence("第 7 级：启动。程序等待。") == "第 7 级：启动"
 
 
 def test_chinese_in_a_drawing_takes_two_columns():
     drawing = (
         '<div class="highlight-text notranslate"><div class="highlight"><pre><span></span>单元  a</pre></div></div>'
     )
-    assert '<span class="wide" style="width:4ch">单元</span>  a' in extension.widened(drawing)
-    assert extension.widened("<p>单元</p>") == "<p>单元</p>"
+    assert '<span class="wide" style="width:4ch">单元</span>  a' in sphinx_extension.widened(drawing)
+    assert sphinx_extension.widened("<p>单元</p>") == "<p>单元</p>"
 
 
 def test_a_fence_is_longer_than_those_in_it_and_new_lines_are_lit():
-    assert prose.fence("text", "```\nx").startswith("````text")
-    assert ":emphasize-lines: 2\n" in prose.code("a = 1\nb = 2  # New: b", ".py")
-    assert "emphasize" not in prose.code("a = 1", ".py")
+    assert myst.fence("text", "```\nx").startswith("````text")
+    assert ":emphasize-lines: 2\n" in myst.code("a = 1\nb = 2  # New: b", ".py")
+    assert "emphasize" not in myst.code("a = 1", ".py")
 
 
 @pytest.mark.parametrize(
     ("said", "number"), [("Rung 3, advanced. New: x", "3"), ("第 2 级。新：x", "2"), ("Rungs x", "")]
 )
 def test_a_rung_is_found_in_both_languages(said, number):
-    found = prose.rung(said)
+    found = myst.rung(said)
     assert (found[0] if found else "") == number
 
 
@@ -178,7 +190,7 @@ def test_a_lesson_has_its_rungs_their_code_and_what_changes():
     ],
 )
 def test_the_files_of_a_ladder_stand_in_the_order_of_its_rungs(name, first, last):
-    made = lessons.Page(name, lesson(name), "en", lambda path: f"files/{path.name}").pages()
+    made = lesson_pages.Page(name, lesson(name), "en", lambda path: f"files/{path.name}").pages()
     listed = made[places.lesson_page(name)].split("maxdepth: 1\n\n")[1].split("\n```")[0].split()
     assert [listed[0], *listed[-3:]] == [f"{name.partition('.')[2]}/{each}" for each in (first, *last)]
     assert listed == [places.relative(page, places.lesson_page(name)) for page in list(made)[1:]]
@@ -257,14 +269,14 @@ def test_the_start_page_is_made_of_readme_rows_and_paths(language):
 
 def test_hints_are_the_exercises_own():
     source = places.exercises()[0]
-    assert tuple(exercises.Page(source, "en").hints) == source.exercise.hints
+    assert tuple(exercise_pages.Page(source, "en").hints) == source.exercise.hints
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_a_quiz_has_every_question_and_marks_as_the_terminal_does(language):
     for name in quiz.files():
         for part in quiz.PARTS:
-            text = quizzes.Page(name, part, language).text()
+            text = quiz_pages.Page(name, part, language).text()
             found = [json.loads(html.unescape(data)) for data in re.findall(r'data-marks="(.*?)"', text)]
             with speaking(language):
                 questions = quiz.load(name, part)
@@ -278,7 +290,7 @@ def test_a_quiz_has_every_question_and_marks_as_the_terminal_does(language):
 
 
 def test_the_answer_of_a_quiz_is_folded_and_computed():
-    text = quizzes.Page("day2", "before", "en").text()
+    text = quiz_pages.Page("day2", "before", "en").text()
     first = quiz.load("day2", "before")[0]
     shown = text.split("<details")[1]
     assert f"**{quiz.answer_of(first, facts.compute)}.** {first.because.partition(' ')[0]}" in shown
@@ -299,7 +311,7 @@ def test_links_lead_to_pages_copies_or_words():
 
 
 def test_paths_lead_through_lessons():
-    found = lessons.order(names())
+    found = lesson_pages.order(names())
     assert set(found) == {path.stem for path in ROOT.glob("paths/*.toml")}
     assert all(each["pages"] for each in found.values())
 
@@ -467,7 +479,7 @@ def test_pages_are_read_again_when_the_code_that_reads_them_changes(tmp_path, mo
     (tmp_path / "source" / "index.md").write_text("# 词汇\n\n其余的词\n见词汇表。\n")
     job = ("zh", str(tmp_path / "source"), str(tmp_path / "book" / "zh"))
     with monkeypatch.context() as older:
-        older.setattr(extension, "_unwrap", lambda app, doctree: None)
+        older.setattr(sphinx_extension, "_unwrap", lambda app, doctree: None)
         older.setattr(site, "_code", lambda: "older")
         site._sphinx(job)
     assert parted(tmp_path / "book")
@@ -826,10 +838,10 @@ def test_a_file_of_python_that_is_not_the_released_one_is_not_taken(tmp_path, mo
 
 def test_pages_have_python_for_day_2_alone():
     mul, sums = (next(e for e in places.exercises() if e.name.startswith(day)) for day in ("day2", "day1"))
-    assert 'data-python="../../../python/"' in exercises.Page(mul, "en", 17).text()
-    assert "data-python" not in exercises.Page(mul, "en").text()
-    assert "without Python for pages" in exercises.Page(mul, "en").text()
-    assert "no PyTorch" in exercises.Page(sums, "en").text()
+    assert 'data-python="../../../python/"' in exercise_pages.Page(mul, "en", 17).text()
+    assert "data-python" not in exercise_pages.Page(mul, "en").text()
+    assert "without Python for pages" in exercise_pages.Page(mul, "en").text()
+    assert "no PyTorch" in exercise_pages.Page(sums, "en").text()
 
 
 # ---- Styles ----

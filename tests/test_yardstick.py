@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from lessonkit.base.files import REPORTS
+from lessonkit.base.tables import to_csv, with_head
 from lessonkit.lesson import kernels
 from lessonkit.measure import operator_rows, rows, yardstick
 from lessonkit.measure.stale import Today
-from lessonkit.pages import final_report, operators, shares
+from lessonkit.pages import final_report, operator_pages, shares
 
 import pytest
 
@@ -25,7 +26,7 @@ def folder(tmp_path):
     """A GPU's folder with the table and the operators' rows."""
     found = tmp_path / rows.MACHINE
     found.mkdir()
-    (found / yardstick.FILE).write_text(rows.with_head({"note": ""}, rows.to_csv(TABLE)))
+    (found / yardstick.FILE).write_text(with_head({"note": ""}, to_csv(TABLE)))
     return found
 
 
@@ -113,7 +114,7 @@ def test_rows_under_the_bar_are_listed(folder):
         yardstick.under_the_bar(folder.parent)
 
 
-@pytest.mark.parametrize("module", [operators, final_report])
+@pytest.mark.parametrize("module", [operator_pages, final_report])
 def test_pages_show_the_share_of_a_stream_once_there_is_a_table(folder, monkeypatch, module):
     table = yardstick.streams(folder)
 
@@ -122,12 +123,12 @@ def test_pages_show_the_share_of_a_stream_once_there_is_a_table(folder, monkeypa
             return next(
                 text for path, text in final_report.pages(FOLDER, Today(kernels())).items() if path.suffix == ".md"
             )
-        return operators.pages(FOLDER, Today(kernels()))[FOLDER / "softmax.md"]
+        return operator_pages.pages(FOLDER, Today(kernels()))[FOLDER / "softmax.md"]
 
-    monkeypatch.setattr(*((yardstick, "streams") if module is operators else (module, "streams")), lambda _: None)
+    monkeypatch.setattr(*((yardstick, "streams") if module is operator_pages else (module, "streams")), lambda _: None)
     assert "of a stream" not in page()
-    monkeypatch.setattr(*((yardstick, "streams") if module is operators else (module, "streams")), lambda _: table)
-    column = "| of a stream |" if module is operators else "The limit is a stream of as many bytes"
+    monkeypatch.setattr(*((yardstick, "streams") if module is operator_pages else (module, "streams")), lambda _: table)
+    column = "| of a stream |" if module is operator_pages else "The limit is a stream of as many bytes"
     assert column in (shown := page())
     assert "more than 100% of a stream" in shown.lower(), "the made-up memory is slower than that of an H200"
 

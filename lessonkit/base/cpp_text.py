@@ -4,8 +4,9 @@ The one place where the kit splits C++. Every function keeps offsets: a blanked 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 # A comment (which a backslash at its end continues), a raw string, a string, a character; in 1'000 the sign is none.
@@ -96,6 +97,7 @@ def tokens(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
+@lru_cache(None)
 def codes(text: str) -> dict[str, list[str]]:
     """Every definition of a file: name -> the code of each that has this name, comments and layout aside."""
     plain, found = without_comments(text), dict[str, list[str]]()
@@ -104,22 +106,22 @@ def codes(text: str) -> dict[str, list[str]]:
     return found
 
 
-def reach(known: Mapping[str, str], words: Iterable[str]) -> dict[str, str]:
-    """Of name -> code what the words name, directly or through others."""
+def reached(files: Iterable[Path], words: Iterable[str]) -> dict[str, str]:
+    """Every definition that the words name, directly or through others: name -> its code, comments and layout aside."""
+    return reached_in([path.read_text() for path in files], words)
+
+
+def reached_in(texts: Iterable[str], words: Iterable[str]) -> dict[str, str]:
+    """As `reached`, of the texts of files."""
+    known: dict[str, list[str]] = {}
+    for text in texts:
+        for name, found in codes(text).items():
+            known.setdefault(name, []).extend(found)
     code: dict[str, str] = {}
     todo = sorted(known.keys() & set(words))
     while todo:
         name = todo.pop()
         if name not in code:
-            code[name] = known[name]
+            code[name] = "\n".join(known[name])
             todo += sorted(set(re.findall(r"\w+", code[name])) & known.keys())
     return code
-
-
-def reached(files: list[Path], words: set[str]) -> dict[str, str]:
-    """Every definition that the words name, directly or through others: name -> its code, comments and layout aside."""
-    known: dict[str, list[str]] = {}
-    for path in files:
-        for name, found in codes(path.read_text()).items():
-            known.setdefault(name, []).extend(found)
-    return reach({name: "\n".join(found) for name, found in known.items()}, words)

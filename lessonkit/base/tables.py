@@ -2,21 +2,20 @@
 
 import csv
 import hashlib
+import io
 import json
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 
 def to_csv(rows: Iterable[dict[str, Any]]) -> str:
-    rows = list(rows)
-    with tempfile.TemporaryFile("w+", newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        out.seek(0)
-        return out.read()
+    """A file's text: a line of heads, those of the first row, and a line for each row."""
+    rows, out = list(rows), io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

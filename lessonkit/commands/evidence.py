@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lessonkit.base.files import write_atomically
@@ -107,10 +107,14 @@ def quizzes() -> None:
     sat = learned.sat(progress.sittings())
     body = []
     for name in quiz.files():
-        parts = [sat.get(name, {}).get(part) for part in quiz.PARTS]
-        body.append([name, *(f"{s.right} / {len(s.answers)}" if s else said("not yet") for s in parts)])
+        body.append([name, *(score or said("not yet") for score in _scores(sat.get(name, {})))])
     show.table(said("quizzes: right answers"), [said("quiz"), said("before"), said("after")], body)
     show.console.print(said("Then:  {command}").format(command=f"{exercises.COURSE} quiz day2 before"), highlight=False)
+
+
+def _scores(sat: Mapping[str, progress.Sitting]) -> list[str]:
+    """Of each part of a quiz how many answers were right, and of how many; "" of one that was not sat."""
+    return [f"{s.right} / {len(s.answers)}" if (s := sat.get(part)) else "" for part in quiz.PARTS]
 
 
 def take(name: str, part: str, given: str) -> None:
@@ -203,12 +207,7 @@ def mine() -> None:
     if body:
         columns = [said("exercise"), said("checks"), said("hints"), said("passed"), said("tries refused by")]
         show.table(said("exercises"), columns, body)
-    lines = []
-    for name, parts in sorted(learned.sat(progress.sittings()).items()):
-        scores = [
-            f"{parts[part].right} / {len(parts[part].answers)}" if part in parts else "" for part in ("before", "after")
-        ]
-        lines.append([name, *scores])
+    lines = [[name, *_scores(parts)] for name, parts in sorted(learned.sat(progress.sittings()).items())]
     if lines:
         show.table(said("quizzes: right answers"), [said("quiz"), said("before"), said("after")], lines)
     if not (found or body or lines):

@@ -25,7 +25,7 @@ from lessonkit.lesson import Steps, kernels
 from lessonkit.measure import (
     bench,
     coverage,
-    fuzz_bursts,
+    fuzz_pool,
     gpu_mutants,
     ncu,
     operator_bench,
@@ -152,7 +152,7 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     if (seconds := end - time.monotonic()) > 0:
         failed += watch(unwatched(), REPORTS / device.name(), seconds * WATCHED, workers, say)
     if (seconds := end - time.monotonic()) > 0:
-        failures = fuzz_bursts.run([], ["gpu"], CASES, seconds, workers, say)
+        failures = fuzz_pool.run([], ["gpu"], CASES, seconds, workers, say)
         failed += [f"{each.case['operator']}: {each.fault}" for each in failures]
     return failed
 

@@ -125,6 +125,3 @@ def number(what: str, got: Any, exact: float, within: float = 0.01) -> None:
         size = "a little" if 0.5 < ratio < 2 else "2 to 10 times" if 0.1 < ratio < 10 else "more than 10 times"
         raise AssertionError(f"{what}: {got:g} is {size} too {'large' if ratio > 1 else 'small'}")
     assert got == exact, f"{what}: {got:g} is wrong{', even its sign' if got * exact < 0 else ''}"
-
-
-__all__ = ["Exercise", "Wrong", "number", "same"]

@@ -18,7 +18,7 @@ from typing import Any
 from lessonkit.base import device
 from lessonkit.base.errors import BuildError, Fault, OutOfBounds, Rejected, Unsupported
 from lessonkit.base.words import said
-from lessonkit.exercise import Exercise, compiled
+from lessonkit.exercise import Exercise, compile_check
 from lessonkit.exercise.source import Source, build
 from lessonkit.judge import check, counters
 from lessonkit.lesson import Case, Lesson
@@ -109,15 +109,15 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
 
 
 def grade_and_compile(
-    source: Source, answer: str, *, seed: int = 0, targets: Sequence[int] = compiled.TARGETS
+    source: Source, answer: str, *, seed: int = 0, targets: Sequence[int] = compile_check.TARGETS
 ) -> Verdict:
     """Grade in this process; what is right in values is compiled, too."""
-    with compiled.recorded() as launches:
+    with compile_check.recorded() as launches:
         verdict = grade(source, answer, seed=seed)
     if not verdict.right:
         return verdict
     try:
-        return replace(verdict, compiled=compiled.compile_answer(source, answer, [*launches.values()], targets))
+        return replace(verdict, compiled=compile_check.compile_answer(source, answer, [*launches.values()], targets))
     except Rejected as rejected:
         why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
         return Verdict(verdict.held, rejected.caught_by, _readable(why), said("compiling your file"))
@@ -385,6 +385,3 @@ def _without_lines(why: str) -> str:
 
 def _without_numbers(why: str) -> str:
     return re.sub(r"-?\d+", "", why)
-
-
-__all__ = ["Verdict", "grade", "grade_and_compile", "grade_apart", "recognised"]

@@ -158,7 +158,7 @@ def by_folder() -> dict[str, list[Record]]:
     """The record of every exercise that there is now, by its folder; {} where none has been begun."""
     records, found = load(), dict[str, list[Record]]()
     for source in discover():
-        found.setdefault(source.path.parent.parent.name, []).append(records.get(source.name, Record()))
+        found.setdefault(source.folder, []).append(records.get(source.name, Record()))
     return found if any(r.checks or r.hints or r.passed for of in found.values() for r in of) else {}
 
 

@@ -38,8 +38,13 @@ class Source:
     path: Path
 
     @property
+    def folder(self) -> str:
+        """The day's folder: day2_triton_basics."""
+        return self.path.parent.parent.name
+
+    @property
     def name(self) -> str:
-        return f"{self.path.parent.parent.name}.{self.path.stem}"
+        return f"{self.folder}.{self.path.stem}"
 
     @property
     def short(self) -> str:
@@ -53,7 +58,7 @@ class Source:
     @property
     def answer_name(self) -> str:
         """The learner's file, in a folder of answers: day2_triton_basics/exercise01_mul.py."""
-        return f"{self.path.parent.parent.name}/{self.path.stem}{'.cu' if self.is_cuda else '.py'}"
+        return f"{self.folder}/{self.path.stem}{'.cu' if self.is_cuda else '.py'}"
 
     @cached_property
     def _parts(self) -> tuple[str, str]:

@@ -5,7 +5,7 @@ stride and an option decide what is compiled. So most cases here repeat some of 
 draw the others anew. One that would need a new kernel is dropped before anything runs; it does not count. New kernels
 come from cases drawn afresh, as long as compiling takes no more than COMPILING of an operator's time.
 
-Cases are looked at in groups (fuzz.doubt), for which the host waits once; what is doubted is judged by itself.
+Cases are looked at in groups (fuzz_cases.doubt), for which the host waits once; what is doubted is judged by itself.
 
 `python -m lessonkit.judge.bursts MODE` is the process that runs bursts. A line of JSON in, a Job, starts one. Lines
 out: {"drawn": case, choices} before it is run, {"judged": ...} after each group, {"failed": ...}, {"end": true}.
@@ -25,8 +25,8 @@ from typing import Any
 from unittest import mock
 
 from lessonkit.base.device import DEVICE
-from lessonkit.judge import check, fuzz
-from lessonkit.judge.fuzz import Case, Outcome
+from lessonkit.judge import check, fuzz_cases
+from lessonkit.judge.fuzz_cases import Case, Outcome
 
 import torch
 
@@ -35,7 +35,7 @@ GROUP = 64  # cases that the host waits for together
 KEEPS = (0.5, 0.7, 0.85, 0.95)  # how much a case repeats of an earlier one, most often what needs no new kernel
 WIDE = 2**16  # a choice among so many is a seed, which no kernel depends on: it is drawn anew
 BASES = 32  # the latest cases drawn afresh, which others repeat
-LARGE = 16  # one case in so many may have tensors of fuzz.MOST elements; the others of a sixteenth
+LARGE = 16  # one case in so many may have tensors of fuzz_cases.MOST elements; the others of a sixteenth
 RESERVED = 4 * 2**30  # bytes of the GPU that a process keeps between groups; others run beside it
 SPOILT = 8  # one case in so many is to be refused
 TRIES = 200  # cases dropped in a row before a new kernel is compiled anyway
@@ -73,7 +73,7 @@ class Kernels:
 
 
 class Choices:
-    """Draws for fuzz.draw_case, written down. Each repeats the one of `base` with a probability, as far as it may.
+    """Draws for fuzz_cases.draw_case, written down. Each repeats that of `base` with a probability, as far as it may.
 
     Seeds do not. Without a source of random numbers all are repeated, and what comes after the last is the least.
     """
@@ -110,13 +110,13 @@ class Drawing:
 
     @property
     def case(self) -> Case:
-        return fuzz.draw_case(self.operator, self.direction, Choices(self.most, None, self.choices))
+        return fuzz_cases.draw_case(self.operator, self.direction, Choices(self.most, None, self.choices))
 
     @property
     def settled(self) -> "Drawing":
         """The same case by choices that are each within its bounds."""
         draw = Choices(self.most, None, self.choices)
-        fuzz.draw_case(self.operator, self.direction, draw)
+        fuzz_cases.draw_case(self.operator, self.direction, draw)
         return replace(self, choices=tuple(draw.made))
 
 
@@ -155,11 +155,11 @@ Judge = Callable[[Case, str], Outcome]
 
 
 class Bursts:
-    """Runs bursts in this process. look, judge: fuzz.doubt and fuzz.run, or a test's."""
+    """Runs bursts in this process. look, judge: fuzz_cases.doubt and fuzz_cases.run, or a test's."""
 
     def __init__(
-        self, mode: str, kernels: Kernels, say: Callable[[dict[str, Any]], None], look: Look = fuzz.doubt,
-        judge: Judge = fuzz.run,
+        self, mode: str, kernels: Kernels, say: Callable[[dict[str, Any]], None], look: Look = fuzz_cases.doubt,
+        judge: Judge = fuzz_cases.run,
     ) -> None:  # fmt: skip
         self.mode, self.kernels, self.say, self.look, self.judge = mode, kernels, say, look, judge
         self._known: dict[tuple[str, str], _Known] = {}
@@ -229,11 +229,11 @@ class Bursts:
                 base = random.choice(known.bases)
                 draw = Choices(base.most, random, base.choices, keep)
             else:
-                draw = Choices(fuzz.MOST[self.mode] // (1 if random.randrange(LARGE) == 0 else LARGE), random)
-            case = fuzz.draw_case(job.operator, job.direction, draw)
+                draw = Choices(fuzz_cases.MOST[self.mode] // (1 if random.randrange(LARGE) == 0 else LARGE), random)
+            case = fuzz_cases.draw_case(job.operator, job.direction, draw)
             if spoilt and not case["spoilt"]:  # the last choice said so: another one, and what follows from it
-                draw = Choices(draw.most, random, (*draw.made[:-1], fuzz.SPOILS))
-                case = fuzz.draw_case(job.operator, job.direction, draw)
+                draw = Choices(draw.most, random, (*draw.made[:-1], fuzz_cases.SPOILS))
+                case = fuzz_cases.draw_case(job.operator, job.direction, draw)
             if bool(case["spoilt"]) == spoilt:
                 return Drawing(job.operator, job.direction, draw.most, tuple(draw.made)), case
 
@@ -263,14 +263,14 @@ def digest(value: Any) -> str:
 
 def main(mode: str) -> None:
     """Say READY, then run a burst for each line of standard input."""
-    fuzz.say_where()
+    fuzz_cases.say_where()
     for name in ("course_ops.testing", "problems.fuzz", "problems.operators"):
         import_module(name)
     with check.poisoned_empty():  # the first time PyTorch imports its compiler's settings, which takes seconds
         pass
     with Kernels().counted() as kernels:
         bursts = Bursts(mode, kernels, lambda line: print(json.dumps(line), flush=True))
-        print(fuzz.READY, flush=True)
+        print(fuzz_cases.READY, flush=True)
         for line in sys.stdin:
             bursts.run(Job(**json.loads(line)))
 

@@ -59,7 +59,7 @@ class Truth:
         if samples not in self._moves:
             try:
                 with torch.no_grad():
-                    args = [*map(_float64, self.args)]
+                    args = [*map(in_float64, self.args)]
                     found = rounding.moved(self.asked, args, self.exact, samples, self.operands, 1 / self.factor)
                     for other in self.beside:  # as far as this, and not FACTOR times as far
                         share = BETWEEN / FACTOR[torch.float32]
@@ -86,7 +86,7 @@ class Truth:
         return self._moves[ALONE]
 
     def _apart(self, other: Callable[..., Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        pairs = zip(other(*map(_float64, self.args)), self.exact, strict=True)
+        pairs = zip(other(*map(in_float64, self.args)), self.exact, strict=True)
         return tuple((o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs)
 
 
@@ -94,7 +94,8 @@ def tensors(value: Any) -> tuple[torch.Tensor, ...]:
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
-def _float64(value: Any) -> Any:
+def in_float64(value: Any) -> Any:
+    """An argument of a reference for the exact answer; what is no floating-point tensor stays as it is."""
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
@@ -131,7 +132,7 @@ def _inputs(lesson: Lesson, make: Rung, shape: Shape, dtype: torch.dtype) -> tup
 def judge(lesson: Lesson, args: tuple[Any, ...]) -> Truth:
     """The exact answer to inputs already made."""
     with torch.no_grad():
-        exact = tensors(lesson.reference(*map(_float64, args)))
+        exact = tensors(lesson.reference(*map(in_float64, args)))
         usual = tensors(lesson.reference(*args))
     return Truth(args, exact, usual, lesson.factor, lambda *asked: tensors(lesson.reference(*asked)))
 
@@ -450,7 +451,7 @@ def check_grad(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 
             *(g if g is not None else torch.zeros_like(w) for g, w in zip(grads, wanted, strict=True)),
         )
 
-    exact, usual = backward(reference, *map(_float64, given)), backward(reference, *given)
+    exact, usual = backward(reference, *map(in_float64, given)), backward(reference, *given)
     with left_alone(given), _watched():
         got = backward(lesson.grad.op, *given)
     asked = partial(backward, reference)

@@ -175,6 +175,3 @@ def schedule(asked: list[Call], machine: Machine) -> dict[str, tuple[float, floa
 def seconds(asked: list[Call], machine: Machine) -> float:
     """From the first call until all work is done."""
     return max((end for _, end in schedule(asked, machine).values()), default=0.0)
-
-
-__all__ = ["Call", "Machine", "Order", "asked", "calls", "order", "schedule", "seconds"]

@@ -496,17 +496,5 @@ def tiers(language: str) -> str:
     return markdown(header, ([f"`{kind}`", asked[kind, PUSH] or "", asked[kind, NIGHT] or ""] for kind in kinds))
 
 
-def every_question(prefix: str = "") -> list[Question]:
-    return [question for name, lesson in discover(prefix) for question in questions(name, lesson)]
-
-
-__all__ = [
-    "Checked",
-    "LeftOut",
-    "Question",
-    "every_question",
-    "first_target",
-    "grad_checks",
-    "questions",
-    "rung_checks",
-]
+def every_question() -> list[Question]:
+    return [question for name, lesson in discover() for question in questions(name, lesson)]

@@ -21,7 +21,7 @@ import torch
 TOO_SMALL = "this GPU has too little free memory"
 
 
-def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list[rows.Row]:
+def bench(name: str, lesson: Lesson, say: Callable[[str], None]) -> list[rows.Row]:
     """Check and time every rung and peer at every bench shape; every answer that is timed is compared.
 
     `say` gets a line for each one left out, and for each whose times were disturbed.
@@ -157,8 +157,7 @@ def impossible(lesson: Lesson, shape: Shape, times: dict[str, timing.Timing], ki
 
 def _rate(lesson: Lesson) -> float:
     """FLOP/s of matmuls in the dtype that is timed."""
-    dtype = str(lesson.bench_dtype).removeprefix("torch.")
-    return timing.limits().matmul[{"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(dtype, "fp32")]
+    return timing.limits().rate(str(lesson.bench_dtype).removeprefix("torch."))
 
 
 def _verify(lesson: Lesson, question: check.Truth, answer: Any, rung: Rung | None) -> None:

@@ -1,20 +1,18 @@
-"""What the answers of quizzes are computed from: the lessons' numbers, stored rows, the cards' data sheets, PyTorch."""
+"""What the answers of quizzes are computed from: what lessons count, stored rows, a card's data sheet, PyTorch."""
 
 import ast
 import contextlib
 import io
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from lessonkit.base import chips
 from lessonkit.base.errors import Misdeclared
-from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.files import REPORTS
 from lessonkit.lesson import Lesson, discover
 from lessonkit.measure import rows
-from lessonkit.measure.rows import MACHINE, Row
-from lessonkit.pictures.numbers import number
+from lessonkit.measure.rows import MACHINE
 
 
 def compute(expression: str, code: str, given: Mapping[str, Any]) -> Any:
@@ -30,17 +28,12 @@ def compute(expression: str, code: str, given: Mapping[str, Any]) -> Any:
     return eval(compile(ast.parse(expression.strip(), mode="eval"), "fact", "eval"), names)
 
 
-def row(lesson: str, rung: str, shape: str) -> Row:
-    """The stored row of an H200. Raises Misdeclared if there is none."""
-    found = rows.read(REPORTS / MACHINE / f"{lesson}.csv")
-    for each in found:
-        if (each.rung, each.shape) == (rung, shape):
-            return each
-    raise Misdeclared(f"{lesson} has no row of {rung} at {shape} on {MACHINE}: name one that is stored")
-
-
 def ms(lesson: str, rung: str, shape: str) -> float:
-    return row(lesson, rung, shape).ms_p50
+    """The stored time of an H200. Raises Misdeclared if there is none."""
+    for row in rows.read(REPORTS / MACHINE / f"{lesson}.csv"):
+        if (row.rung, row.shape) == (rung, shape):
+            return row.ms_p50
+    raise Misdeclared(f"{lesson} has no row of {rung} at {shape} on {MACHINE}: name one that is stored")
 
 
 @cache
@@ -66,28 +59,11 @@ def least_bytes(lesson: str, **shape: Any) -> int:
     return found.work(dtype=found.bench_dtype, **shape).bytes
 
 
-def flops(lesson: str, **shape: Any) -> int:
-    found = _lesson(lesson)
-    return found.work(dtype=found.bench_dtype, **shape).flops
-
-
-def text_has(path: str, words: str) -> bool:
-    """Whether a file of the course still says this."""
-    return words in (ROOT / path).read_text()
-
-
 NAMES: dict[str, Any] = {
-    "math": math,
     "cdiv": lambda a, b: -(-a // b),
-    "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
     "h200": chips.CHIPS["h200"],
-    "h100": chips.CHIPS.get("h100"),
-    "number": number,
     "ms": ms,
-    "row": row,
     "moved": moved,
     "counted": counted,
     "least_bytes": least_bytes,
-    "flops": flops,
-    "text_has": text_has,
 }

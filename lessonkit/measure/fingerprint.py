@@ -538,21 +538,12 @@ class _Walk:
 
 @lru_cache(None)
 def _defined(texts: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(name for text in texts for name in _cpp_definitions(text))
+    return frozenset(name for text in texts for name in cpp_text.codes(text))
 
 
 @lru_cache(None)
 def _reached(texts: tuple[str, ...], words: frozenset[str]) -> dict[str, str]:
-    known: dict[str, list[str]] = {}
-    for text in texts:
-        for name, codes in _cpp_definitions(text).items():
-            known.setdefault(name, []).extend(codes)
-    return cpp_text.reach({name: "\n".join(codes) for name, codes in known.items()}, words)
-
-
-@lru_cache(None)
-def _cpp_definitions(text: str) -> dict[str, list[str]]:
-    return cpp_text.codes(text)
+    return cpp_text.reached_in(texts, words)
 
 
 def _cpp_words(text: str) -> list[str]:

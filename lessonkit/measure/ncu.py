@@ -22,7 +22,8 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
-from lessonkit.base.files import ROOT
+from lessonkit.base.files import ROOT, changing, write_atomically
+from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import later, said
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import check, counters
@@ -116,10 +117,10 @@ def count(names: Sequence[str]) -> list[str]:
         fresh = {row["lesson"] for row in found}
         release = re.findall(r"Version\s+([\d.]+)", output([find("ncu"), "--version"], 30)[1])
         about = {**rows.machine(), "ncu": f"ncu {release[0] if release else ''}".strip()}
-        with rows.changing(place):
-            kept = [row for row in rows.read_csv(place) if row["lesson"] not in fresh]
-            merged = rows.to_csv(sorted([*kept, *found], key=lambda row: str(row["lesson"])))
-            rows.write_atomically(place, f"# {json.dumps(about)}\n{merged}")
+        with changing(place):
+            kept = [row for row in read_csv(place) if row["lesson"] not in fresh]
+            merged = to_csv(sorted([*kept, *found], key=lambda row: str(row["lesson"])))
+            write_atomically(place, f"# {json.dumps(about)}\n{merged}")
         said.append(f"{len(found)} kernels of {len(fresh)} lessons counted: {place.relative_to(ROOT)}")
     return said
 
@@ -207,13 +208,13 @@ def compared(place: Path, only: Sequence[str] = ()) -> list[dict[str, str]]:
     """ncu's rows beside reports/emulated, a line for each lesson, rung, kernel and metric; `only`: of these lessons."""
     found = []
     emulated: dict[str, dict[tuple[str, str], list[dict[str, str]]]] = {}
-    for row in rows.read_csv(place):
+    for row in read_csv(place):
         name = row["lesson"]
         if only and name not in only:
             continue
         if name not in emulated:
             emulated[name] = {}
-            for line in rows.read_csv(rows.REPORTS / "emulated" / f"{name}.csv"):
+            for line in read_csv(rows.REPORTS / "emulated" / f"{name}.csv"):
                 emulated[name].setdefault((line["rung"], base(line["kernel"])), []).append(line)
         parts = emulated[name].get((row["rung"], row["kernel"]), [])
         for metric, ours, theirs in _figures(parts, row):

@@ -278,8 +278,7 @@ def _needed(ms: Mapping[str, float]) -> Collection[str]:
 def row_of(case: Case, times: Mapping[str, timing.Timing], absent: Mapping[str, str], **more: Any) -> Row:
     """The row of a case from the times of "ours", "copy" and the peers."""
     ours, work, best = times["ours"], case.work(), timing.limits()
-    names = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
-    rate = best.matmul[names.get(case.key[3], "fp32")]
+    rate = best.rate(case.key[3])
     limit = max(times["copy"].p50, work.flops / rate * 1e3)
     peers = {name: round(t.p50, 5) for name, t in times.items() if name not in ("ours", "copy")}
     name = min(peers, key=lambda n: peers[n], default="")
@@ -351,7 +350,7 @@ def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[
         return _sampled(problem.reference(*args))
 
     try:
-        truth = check.Truth(args, reference(*map(_wide, args)), reference(*args), problem.factor, reference)
+        truth = check.Truth(args, reference(*map(check.in_float64, args)), reference(*args), problem.factor, reference)
     except torch.OutOfMemoryError:  # the shape is timed and not compared; smaller ones are
         return Answers(args, lambda name, answer: "")
 
@@ -369,10 +368,6 @@ def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[
     for name, call in contenders.items():
         answers.enter(name, call)
     return answers
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _sampled(answer: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lessonkit.base import device, renames
 from lessonkit.base.files import REPORTS, ROOT, changing, write_atomically
-from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
+from lessonkit.base.tables import dicts, read_csv, to_csv
 from lessonkit.base.words import later
 
 ABSENT = "absent"
@@ -200,23 +200,5 @@ def _output(*command: str) -> str:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
 
 
-__all__ = [
-    "ABSENT",
-    "MACHINE",
-    "REPORTS",
-    "Row",
-    "as_csv",
-    "changing",
-    "commit",
-    "head",
-    "machine",
-    "read",
-    "read_all",
-    "read_csv",
-    "save",
-    "seal",
-    "this_commit",
-    "to_csv",
-    "with_head",
-    "write_atomically",
-]
+# What lessons, and what their fingerprints count (sweeps), name here beside rows' own.
+__all__ = ["MACHINE", "REPORTS", "Row", "read", "read_csv", "write_atomically"]

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lessonkit.base import renames
-from lessonkit.base.files import ROOT
+from lessonkit.base.files import ROOT, changing, write_atomically
+from lessonkit.base.tables import head
 from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, discover, kernels, shape_name
 from lessonkit.measure import fingerprint, launches, operator_rows, rows
@@ -59,12 +60,13 @@ class Old:
         lesson, rung, shape = self.named
         return f"{self.device}: {lesson} {rung} at {shape}: {self.why}, measured at {self.row.commit}"
 
-    def reason(self) -> str:
-        """Why, in the language of this process."""
-        parts, changed, _ = self.why.partition(" changed")
-        if not changed:
-            return said(self.why)
-        return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
+
+def in_words(why: str) -> str:
+    """Why a row is old (Today.why_old), in the language of this process: "code and inputs changed"."""
+    parts, changed, _ = why.partition(" changed")
+    if not changed:
+        return said(why)
+    return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
 
 
 def device_folders() -> list[Path]:
@@ -246,8 +248,8 @@ def _in_file(
     new = {row: changed(row, mark) for row, mark in zip(old, marks(old), strict=True)}
     differ = sum(row != before for before, row in new.items())
     if differ:
-        with rows.changing(path):  # compiling took minutes: rows may have been measured meanwhile
-            rows.write_atomically(path, as_csv(new.get(row, row) for row in read(path)))
+        with changing(path):  # compiling took minutes: rows may have been measured meanwhile
+            write_atomically(path, as_csv(new.get(row, row) for row in read(path)))
     return differ
 
 
@@ -262,11 +264,9 @@ def table_is_old(lesson: str, about: dict[str, Any]) -> bool:
     return bool(then != now)
 
 
-def old_tables(folders: Iterable[Path] | None = None) -> list[str]:
+def old_tables(folders: Iterable[Path]) -> list[str]:
     """The tables of steps that have changed since they were measured: device/lesson.table."""
-    return [
-        f"{path.parent.name}/{path.stem}" for path, _, _ in tables(device_folders() if folders is None else folders)
-    ]
+    return [f"{path.parent.name}/{path.stem}" for path, _, _ in tables(folders)]
 
 
 def tables(folders: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
@@ -274,6 +274,6 @@ def tables(folders: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
     lessons = {name for name, _ in discover()}
     for folder in folders:
         for path in sorted(folder.glob("*.*.*.csv")):
-            about, lesson = rows.head(path), renames.lesson(path.stem.rsplit(".", 1)[0])
+            about, lesson = head(path), renames.lesson(path.stem.rsplit(".", 1)[0])
             if lesson in lessons and table_is_old(lesson, about):
                 yield path, lesson, about["step"]

@@ -41,6 +41,10 @@ class Limits:
     copy: float
     matmul: Mapping[str, float]
 
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of matmuls in a dtype, as rows name it: bfloat16."""
+        return self.matmul[{"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(dtype, "fp32")]
+
 
 def measure(
     contenders: Mapping[str, Callable[[], Any]],

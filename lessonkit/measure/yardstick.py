@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import renames
+from lessonkit.base.tables import read_csv
 from lessonkit.judge.check import tensors
 from lessonkit.lesson import Lesson, Shape, kernels, shape_name
 from lessonkit.measure import operator_rows, rows
@@ -68,7 +69,7 @@ def _between(points: Sequence[Point], x: float) -> float:
 def streams(folder: Path) -> Streams | None:
     """The table of one GPU; None if it was not measured there."""
     lines: dict[float, list[Point]] = {}
-    for row in rows.read_csv(renames.place(folder / FILE)):
+    for row in read_csv(renames.place(folder / FILE)):
         reads, writes, moved = int(row["reads"]), int(row["writes"]), int(row["MB"]) * 2**20
         lines.setdefault(writes / (reads + writes), []).append((moved, moved / (float(row["GB_per_s"]) * 1e9)))
     return Streams({share: tuple(sorted(lines[share])) for share in sorted(lines)}) if lines else None

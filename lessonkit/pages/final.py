@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base.files import write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.measure import rows
 from lessonkit.pages import plots
 
 
@@ -51,7 +51,7 @@ def write(folder: Path, title: str, blocks: Sequence[Block]) -> list[Path]:
     made[folder / "final_report.html"] = as_html(title, blocks, images)
     made[folder / "final_report.pdf"] = as_pdf(title, blocks)
     for path, content in made.items():
-        rows.write_atomically(path, content)
+        write_atomically(path, content)
     return list(made)
 
 

@@ -16,9 +16,9 @@ from lessonkit.measure import operator_rows
 from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.measure.yardstick import Streams, streams
-from lessonkit.pages import final, guides, operators, plots, predictions, shares, shipped
+from lessonkit.pages import final, guides, operator_pages, plots, predictions, shares, shipped
 from lessonkit.pages.final import Block
-from lessonkit.pages.operators import MARK, Fastest
+from lessonkit.pages.operator_pages import MARK, Fastest
 from lessonkit.pages.plots import Picture
 from lessonkit.pages.results import Contest, bound, contests, language, measured
 from lessonkit.pages.roofline import roofline
@@ -197,7 +197,7 @@ def _findings(
 
 def _reached(c: Contest, ships: Sequence[operator_rows.Row]) -> str:
     """What course_ops' operator reaches at the same shape, in brackets."""
-    reached = operators.shipped((lesson for _, lesson, _ in c.lessons), c.best, c.peer, ships)
+    reached = operator_pages.shipped((lesson for _, lesson, _ in c.lessons), c.best, c.peer, ships)
     return f" ({said('`course_ops`: {ratio}').format(ratio=f'{reached:.2f}')})" if reached else ""
 
 
@@ -211,7 +211,7 @@ def _story(c: Contest, table: Streams | None, today: Today) -> str:
         peer = said("The best library, {peer}, runs at {rate}, {share}.")
         peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=_share(c.peer, table))
         words = sentences(words, peer)
-    old = said(operators.ABOUT) * bool(_mark(today, *c.rungs, c.peer))
+    old = said(operator_pages.ABOUT) * bool(_mark(today, *c.rungs, c.peer))
     return sentences(words, shares.briefly([*c.rungs, *([c.peer] if c.peer else [])], table), old)
 
 
@@ -239,7 +239,7 @@ def _lessons(c: Contest, table: Streams | None, today: Today) -> Iterator[dict[s
         yield {
             said("lesson"): name.split(".")[1], said("what it teaches"): _plain(said(guides.about(name).teaches)),
             said("fastest rung"): best.rung, said("rate"): f"{best.rate}{_mark(today, best)}",
-            said("of limit"): _share(best, table), said("over peer"): operators.ratio(best, c.peer),
+            said("of limit"): _share(best, table), said("over peer"): operator_pages.ratio(best, c.peer),
         }  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def _nothing(c: Contest, today: Today) -> Iterator[str]:
 
 def _line(c: Contest, table: Streams | None, today: Today) -> dict[str, str]:
     """table: of streams, if the machine has one."""
-    best, ratio = c.best, operators.ratio(c.best, c.peer)
+    best, ratio = c.best, operator_pages.ratio(c.best, c.peer)
     return {
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
         said("fastest rung"): f"{best.rung} ({language(best.lesson)})",
@@ -312,7 +312,7 @@ def _slower(folder: Path, ships: Sequence[operator_rows.Row]) -> list[Slower]:
     """
     found = [
         (ladder.name, best, ladder.shipped(best, ships))
-        for ladder in operators.ladders(folder)
+        for ladder in operator_pages.ladders(folder)
         for best in ladder.contested()
         if 0 < _ratio(best.row) < EVEN
     ]
@@ -451,8 +451,9 @@ def _legend(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table:
     """What the marks in tables mean. found: what is shown of all operators."""
     cells = "".join(cell for line in lines for cell in line.values())
     bold = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
-    unjudged, old = said(operators.INCOMPLETE) * (operators.UNJUDGED in cells), said(operators.ABOUT) * (MARK in cells)
-    elsewhere = said(operators.FROM_ELSEWHERE) * (ELSEWHERE in cells)
+    unjudged = said(operator_pages.INCOMPLETE) * (operator_pages.UNJUDGED in cells)
+    old = said(operator_pages.ABOUT) * (MARK in cells)
+    elsewhere = said(operator_pages.FROM_ELSEWHERE) * (ELSEWHERE in cells)
     briefly = shares.briefly([c.best for c in found], table)
     return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, elsewhere, old)
 

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import chips, renames, words
-from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.files import REPORTS, ROOT, write_atomically
 from lessonkit.base.markdown import filled, markdown
+from lessonkit.base.tables import head, read_csv, seal, to_csv, with_head
 from lessonkit.base.words import later, listed, retold, said, sentences, speaking
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import verify
 from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.measure import fingerprint, ncu, rows, sanitize
 from lessonkit.measure.rows import Row
-from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
+from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, in_words, table_is_old
 from lessonkit.modes import compiled
 from lessonkit.pages import (
     final_report,
     glossary,
     guides,
     kit,
-    operators,
+    operator_pages,
     path_pages,
     pivots,
     plots,
@@ -37,10 +38,10 @@ from lessonkit.pages import (
     watched,
 )
 from lessonkit.pages.guides import GUIDES
+from lessonkit.pages.operator_pages import MARK
 from lessonkit.pages.plots import Picture
 from lessonkit.pages.results import BOUNDS
 
-MARK = "\\*"  # at a figure that was measured before the code changed
 RATES = later("{unit}, and the ratio to the best peer (above 1: faster)")
 TIMES = later("Time in ms (median), with the shares of the limit and of the data sheet")
 DISTURBED = later(
@@ -89,7 +90,7 @@ def committed(lesson: str, table: str) -> list[dict[str, str]]:
 
 def kept_table(folder: Path, lesson: str, table: str) -> list[dict[str, str]]:
     """The rows of a step's table in reports/<device>; [] when there are none."""
-    return rows.read_csv(renames.place(folder / _file_of(lesson, table)))
+    return read_csv(renames.place(folder / _file_of(lesson, table)))
 
 
 def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
@@ -100,8 +101,8 @@ def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
     path = REPORTS / device / _file_of(lesson, table.name)
     source = fingerprint.step(ROOT, lesson, step)
     about = {"note": table.note, "x": table.x, "y": table.y, "by": table.by, **rows.machine()}
-    about |= {"step": step, "source": source, "seal": rows.seal(table.rows, about["commit"])}
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(table.rows)))
+    about |= {"step": step, "source": source, "seal": seal(table.rows, about["commit"])}
+    write_atomically(path, with_head(about, to_csv(table.rows)))
     return path
 
 
@@ -114,7 +115,7 @@ def save_compiled(name: str) -> Path:
     path = REPORTS / "compiled" / f"{name}.csv"
     unfit = [[u.rung, u.target, u.why] for u in compiled.unfit(name)]
     about = compiled_by(name) | ({"unfit": unfit} if unfit else {})
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(asdict(k) for k in compiled.kernels(name))))
+    write_atomically(path, with_head(about, to_csv(asdict(k) for k in compiled.kernels(name))))
     return path
 
 
@@ -137,7 +138,7 @@ def save_emulated(name: str, found: list[dict[str, Any]]) -> Path:
     """Keep the rows of a program (counters.rows)."""
     path = REPORTS / "emulated" / f"{name}.csv"
     about = {"emulator": fingerprint.folder(build.EMULATOR), "source": fingerprint.program(ROOT, name)}
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(found)))
+    write_atomically(path, with_head(about, to_csv(found)))
     return path
 
 
@@ -163,7 +164,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
                 made[folder / f"{name}.png"] = picture
                 page += f"\n![{plots.alt(said(title(name)), found)}]({name}.png)\n"
             made[folder / f"{name}.md"] = page
-        made |= operators.pages(folder, today)
+        made |= operator_pages.pages(folder, today)
         made |= final_report.pages(folder, today)
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
@@ -172,13 +173,13 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
     for name, lesson in lessons.items():
-        if found_kernels := rows.read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
+        if found_kernels := read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
             made[REPORTS / "compiled" / f"{name}.md"] = _compiled_page(
                 name, lesson, found_kernels, targets.reasons(REPORTS / "compiled" / f"{name}.csv")
             )
-        if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
+        if found_counts := read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
-    made[REPORTS / "cards.md"] = operators.cards(today)
+    made[REPORTS / "cards.md"] = operator_pages.cards(today)
     made[REPORTS / "README.md"] = _index(made)
     made[REPORTS / "compiled" / "targets.md"] = targets.page(lessons)
     return made
@@ -204,7 +205,7 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         text = filled(text, "versions", targets.versions(language))
-        made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
+        made[ROOT / readme] = filled(text, "results", operator_pages.overview(language, today))
         page = ROOT / "lessonkit" / readme
         text = filled(page.read_text(), "tiers", verify.tiers(language))
         text = filled(text, "lines", kit.lines(language))
@@ -228,7 +229,7 @@ def write() -> list[Path]:
     """Bring every generated file up to date; return those that changed."""
     changed = {path: content for path, content in generate().items() if not same(path, content)}
     for path, content in changed.items():
-        rows.write_atomically(path, content.png() if isinstance(content, Picture) else content)
+        write_atomically(path, content.png() if isinstance(content, Picture) else content)
     return list(changed)
 
 
@@ -241,7 +242,7 @@ def same(path: Path, content: str | Picture) -> bool:
 def absent(path: Path, lesson: Lesson) -> dict[tuple[str, str], str]:
     """(peer, shape) -> why the peer was not timed there; of older rows absent.csv beside them knows."""
     found = {(row.rung, row.shape): row.reason for row in rows.read_all(path) if row.kind == rows.ABSENT}
-    for line in rows.read_csv(path.with_name("absent.csv")):
+    for line in read_csv(path.with_name("absent.csv")):
         if renames.lesson(line["lesson"]) == renames.lesson(path.stem):
             found[line["peer"], line["shape"]] = line["reason"]
     return {key: why for key, why in found.items() if key[0] in lesson.peers}
@@ -281,17 +282,10 @@ def _measured_before(found: list[Row], why: dict[Row, str]) -> str:
     one = said("`{rung}`, 1 shape: measured at {commit}, before a change ({what}).")
     many = said("`{rung}`, {count} shapes: measured at {commit}, before a change ({what}).")
     lines = [
-        f"{MARK} {(one if count == 1 else many).format(rung=rung, count=count, commit=commit, what=_changed(what))}"
+        f"{MARK} {(one if count == 1 else many).format(rung=rung, count=count, commit=commit, what=in_words(what))}"
         for (rung, what, commit), count in groups.items()
     ]
     return "\n".join(lines) + "\n" if lines else ""
-
-
-def _changed(what: str) -> str:
-    """Why a row is old (Today.why_old): "code and inputs changed"."""
-    if (parts := what.removesuffix(" changed")) == what:
-        return said(what)
-    return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
 
 
 def _disturbed(found: list[Row]) -> str:
@@ -339,7 +333,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     ]
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
-    others = others.format(operator=said(of), file=operators.file_name(of))
+    others = others.format(operator=said(of), file=operator_pages.file_name(of))
     return f"# {said(title(name))}\n\n{about}\n\n{sentences(said(HOW_TO_READ), others)}\n\n" + "\n".join(
         filter(None, parts)
     )
@@ -428,7 +422,7 @@ def _figure(key: str, value: str) -> str:
 
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
-    about = rows.head(ncu.path(folder))
+    about = head(ncu.path(folder))
     same = [row["metric"] for row in found if row["ratio"] == "1.00"]
     cost, cost_same = (sum(m in ncu.RATIOS for m in ms) for ms in ([row["metric"] for row in found], same))
     measured = said("{gpu}, driver {driver}, CUDA {cuda}, {ncu}, {date} at commit {commit}.").format(**about)
@@ -458,13 +452,13 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        cells = [[shares.marked(name, str(cell(value))) for name, value in operators.marked(row).items()]
+        cells = [[shares.marked(name, str(cell(value))) for name, value in operator_pages.marked(row).items()]
                  for row in table.rows]  # fmt: skip
         part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
         part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
-        part += operators.footnotes(" ".join(cell for line in cells for cell in line))
+        part += operator_pages.footnotes(" ".join(cell for line in cells for cell in line))
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
@@ -485,13 +479,13 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def nth(key: tuple[str, str]) -> tuple[int, int]:
         """Tables of steps in the order of the lesson's steps, then comparisons as they are declared."""
-        lesson, step = known.get(key[0]), rows.head(place[key]).get("step")
+        lesson, step = known.get(key[0]), head(place[key]).get("step")
         steps = [each.__name__ for each in lesson.steps] if isinstance(lesson, Steps) else []
         return declared.index(key) if key in compared else -1, steps.index(step) if step in steps else -1
 
     for lesson, name in sorted(place, key=nth):
         if lesson in known:
-            about = rows.head(path := place[lesson, name])
+            about = head(path := place[lesson, name])
             measured = (
                 said(
                     "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}, before the step's "
@@ -500,16 +494,16 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
                 if table_is_old(lesson, about)
                 else said("Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}.")
             )
-            table = Table(name, list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"])
+            table = Table(name, list(read_csv(path)), about["note"], about["x"], about["y"], about["by"])
             add(lesson, compared.pop((lesson, name), table), f"{measured.format(**about)}\n\n")
     for (lesson, _), table in compared.items():
         add(lesson, table)
     for lesson, parts in pages.items():
         page = folder / f"{lesson}.md"
         parts = [renames.relinked(page, part) for part in parts]  # notes are as they were when the rows were measured
-        head = others.get(page, f"# {said(title(lesson))}\n")
-        assert isinstance(head, str)
-        made[page] = head + "\n" + "\n".join(parts)
+        top = others.get(page, f"# {said(title(lesson))}\n")
+        assert isinstance(top, str)
+        made[page] = top + "\n" + "\n".join(parts)
     return made
 
 
@@ -526,7 +520,7 @@ def _index(made: Collection[Path]) -> str:
     )
     parts = [f"# {said('Reports')}", generated, f"## {said('How fast is it?')}", every_card]
     gpus, by_lesson = device_folders(), list[str]()
-    computed = {operators.file_name(op): op for op in (results.operator(name) for name, _ in kernels())}
+    computed = {operator_pages.file_name(op): op for op in (results.operator(name) for name, _ in kernels())}
     for gpu in gpus:
         if gpu / "final_report.md" in made:
             words = said("{gpu}: [what was built and how fast it is]({file}), in two pages.")

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from lessonkit.base.cpp_text import definitions, reached
+from lessonkit.base.cpp_text import definitions, reached_in
 from lessonkit.base.files import ROOT
 from lessonkit.base.prose import Translate, read_as
-from lessonkit.cuda import build
 
 
 def lines(lesson: str, rung: str, translate: Translate) -> list[str]:
@@ -25,8 +24,8 @@ def _pieces(lesson: str, rung: str) -> list[tuple[str, str]]:
         return [(own.read_text(), ".py")]  # a rung of a ladder is a file
     wrapper = inspect.getsource(launcher)
     if (program := Path(module.__file__ or "").with_suffix(".cu")).exists():
-        used = list(reached(build.local_files(program)[:1], set(re.findall(r"\w+", wrapper))))
         code = program.read_text()
+        used = reached_in([code], re.findall(r"\w+", wrapper))
         parts = [code[d.start : d.stop] + "\n\n" for d in definitions(code) if d.name in used]
         return [*((part, ".cu") for part in parts), (wrapper, ".py")]
     kernels = [k for k, v in vars(module).items() if k.endswith("_kernel") and hasattr(v, "fn") and k in wrapper]

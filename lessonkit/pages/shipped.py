@@ -8,8 +8,8 @@ from lessonkit.lesson import kernels
 from lessonkit.measure import operator_rows
 from lessonkit.measure.operator_rows import Summary
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.pages import operators, results
-from lessonkit.pages.operators import MARK, UNJUDGED
+from lessonkit.pages import operator_pages, results
+from lessonkit.pages.operator_pages import MARK, UNJUDGED
 
 # The operators of results.OPERATORS that each function computes, forward first.
 SHIPPED = {
@@ -165,9 +165,9 @@ def from_lessons(folder: Path, language: str, today: Today) -> str:
                 continue
             old = f" {MARK}" * bool(today.why_old(best) or today.why_old(peer))
             line = [f"`{function}`", contest.name, f"{contest.shape} {contest.dtype}", f"{best.ms_p50:.4g}{old}"]
-            body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", operators.ratio(best, peer)])
+            body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", operator_pages.ratio(best, peer)])
     if not body:
         return ""
     marked = f"\n{MARKED[language]}\n" * any(line[3].endswith(MARK) for line in body)
     table = markdown(HEADS[language], body)
-    return FROM_LESSONS[language] + "\n" + table + operators.footnotes(table, language) + marked
+    return FROM_LESSONS[language] + "\n" + table + operator_pages.footnotes(table, language) + marked

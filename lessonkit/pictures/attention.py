@@ -120,7 +120,9 @@ def hopper_roles(c: Canvas, lesson: str) -> None:
     )  # fmt: skip
 
 
-def _timeline(c: Canvas, order: str, cycles: dict[str, int], stages: int, blocks: int = 4) -> float:
+def _timeline(c: Canvas, order: str, cycles: dict[str, int], stages: int) -> float:
+    """Draw four blocks of keys; the share of the time in percent for which the tensor cores are busy."""
+    blocks = 4
     found = models.attention(order, **cycles, stages=stages, blocks=blocks + 4)
     spans = found["spans"]
     end = max(s["start"] + s["length"] for s in spans["tensor"] if s["block"] < blocks)

@@ -119,13 +119,13 @@ class Canvas:
         )
         self._down(y + size / 2)
 
-    def paragraph(self, words: Words, size: float = NORMAL, kind: str = "ink", x: float = MARGIN) -> None:
+    def paragraph(self, words: Words, size: float, kind: str = "ink") -> None:
         """Words over the canvas's width, in as many lines as they need."""
-        for line in wrapped(self.words(words), size * (BOLD if kind == "bold" else 1), WIDTH - MARGIN - x):
-            self.text(x, self.y + size * 0.65, line, size, kind=kind)
+        for line in wrapped(self.words(words), size * (BOLD if kind == "bold" else 1), WIDTH - 2 * MARGIN):
+            self.text(MARGIN, self.y + size * 0.65, line, size, kind=kind)
             self.y += size * 1.3
 
-    def gap(self, height: float = 8) -> None:
+    def gap(self, height: float) -> None:
         self.y += height
 
     def box(

@@ -11,7 +11,7 @@ from lessonkit.pictures.draw import NORMAL, TITLE, Canvas, Say, say
 from lessonkit.pictures.moving import Figure
 
 Draw = Callable[[Canvas, str], None]  # on a canvas, for the lesson of this name
-MODULES = ("rows", "matmul", "kittens", "attention", "cuda", "machine")
+MODULES = ("row_kernels", "matmul", "kittens", "attention", "cuda_kernels", "machine")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def lesson_page(lesson: str) -> str:
 
 
 def exercise_page(exercise: source.Source) -> str:
-    return f"{exercise.path.parent.parent.name}/exercises/{exercise.path.stem}"
+    return f"{exercise.folder}/exercises/{exercise.path.stem}"
 
 
 def quiz_page(folder: str, part: str) -> str:

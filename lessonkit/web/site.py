@@ -18,9 +18,9 @@ from lessonkit.base.words import later, said, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import operators, paths, report, shares
+from lessonkit.pages import operator_pages, paths, report, shares
 from lessonkit.pictures import all_pictures
-from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start, style
+from lessonkit.web import LANGUAGES, charts, exercise_pages, lesson_pages, places, quiz_pages, start, style
 from lessonkit.web.page import pack
 
 OWN = Path(__file__).parent
@@ -45,20 +45,18 @@ class Sources:
         for name in names():
             if self._wanted(page := places.lesson_page(name)):
                 lesson = dict(discover(name))[name]
-                for each, text in lessons.Page(name, lesson, self.language, self.copied).pages().items():
+                for each, text in lesson_pages.Page(name, lesson, self.language, self.copied).pages().items():
                     self._put(each, text)
         for source in places.exercises():
             if self._wanted(page := places.exercise_page(source)):
-                self._put(
-                    page, exercises.Page(source, self.language, self._python(source.path.parent.parent.name)).text()
-                )
-        for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
+                self._put(page, exercise_pages.Page(source, self.language, self._python(source.folder)).text())
+        for folder in dict.fromkeys(source.folder for source in places.exercises()):
             if self._wanted(page := f"{folder}/exercises/index"):
-                self._put(page, exercises.index(folder, self.language, self._python(folder)))
+                self._put(page, exercise_pages.index(folder, self.language, self._python(folder)))
         for name, path in quiz.files().items():
             for part in quiz.PARTS:
                 if self._wanted(page := places.quiz_page(path.parent.name, part)):
-                    self._put(page, quizzes.Page(name, part, self.language).text())
+                    self._put(page, quiz_pages.Page(name, part, self.language).text())
         self._roofline()
         for relative, path in self.copies.items():
             self._file(relative, path.read_bytes())
@@ -93,8 +91,10 @@ class Sources:
     def _guides(self) -> list[str]:
         """Write the guides; which pages they are."""
         by_page = {places.page(path): path for path in places.guides()}
-        charted = {folder.name: {operators.file_name(ladder.name): ladder for ladder in operators.ladders(folder)}
-                   for folder in device_folders()}  # fmt: skip
+        charted = {
+            folder.name: {operator_pages.file_name(ladder.name): ladder for ladder in operator_pages.ladders(folder)}
+            for folder in device_folders()
+        }
         for page, english in by_page.items():
             if not self._wanted(page):
                 continue
@@ -114,9 +114,9 @@ class Sources:
                 head, _, rest = text.partition("\n")
                 text = f"{head}\n\n{figure}\n{re.sub(r'^!.*png.*$', '', rest, flags=re.MULTILINE)}"
             folder = page.removesuffix("/index")
-            if folder in quizzes.folders():
+            if folder in quiz_pages.folders():
                 head, _, rest = text.partition("\n")
-                text = f"{head}\n\n{quizzes.links(folder, self.language)}\n{rest}"
+                text = f"{head}\n\n{quiz_pages.links(folder, self.language)}\n{rest}"
             self._put(page, text + self._toctree(page, list(by_page)))
         return list(by_page)
 
@@ -161,8 +161,8 @@ class Sources:
             folder = page.removesuffix("/index")
             below = [p for p in guides if p != page and p.startswith(f"{folder}/")]
             lessons_here = [places.lesson_page(name) for name in names(f"{folder}.") if name.startswith(f"{folder}.")]
-            exercised = any(s.name.startswith(f"{folder}.") for s in places.exercises())
-            before, after = ([places.quiz_page(folder, part)] * (folder in quizzes.folders()) for part in quiz.PARTS)
+            exercised = any(source.folder == folder for source in places.exercises())
+            before, after = ([places.quiz_page(folder, part)] * (folder in quiz_pages.folders()) for part in quiz.PARTS)
             below = [*before, *lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *after, *below]
         else:
             return ""
@@ -220,7 +220,7 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
             for line in warnings.result().splitlines():
                 say(line)
             say(said("{language}: done").format(language=built[warnings]))
-    order = json.dumps(lessons.order(names()), ensure_ascii=False)
+    order = json.dumps(lesson_pages.order(names()), ensure_ascii=False)
     for language in LANGUAGES:
         write_atomically(out / language / "_static" / "paths.js", f"window.COURSE_PATHS = {order};\n")
     write_atomically(out / "index.html", _FRONT)
@@ -307,7 +307,7 @@ def _settings(language: str) -> dict[str, object]:
         "language": {"en": "en", "zh": "zh_CN"}[language],
         "book_language": language,
         "book_code": _code(),
-        "extensions": ["myst_parser", "lessonkit.web.extension"],
+        "extensions": ["myst_parser", "lessonkit.web.sphinx_extension"],
         "source_suffix": {".md": "markdown"},
         "exclude_patterns": ["files"],
         "myst_heading_anchors": 4,

@@ -13,7 +13,7 @@ from lessonkit.measure.stale import device_folders
 from lessonkit.pages import path_pages, paths, results
 from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.paths import Route
-from lessonkit.web import exercises, places, prose
+from lessonkit.web import exercise_pages, myst, places
 
 # Lessons whose rungs lead to the speed of the best library: the first kernel of all, and two ladders that take days.
 LADDERS = (
@@ -47,7 +47,7 @@ def text(language: str) -> str:
             _figure(lesson, language),
             f"## {said('On your own machine')}",
             said("Unpack or clone the course's repository, then run these commands in its folder, beside `course.py`."),
-            prose.fence("bash", "\n".join(f"{exercises.COURSE} {each}" for each in commands)),
+            myst.fence("bash", "\n".join(f"{exercise_pages.COURSE} {each}" for each in commands)),
             said("The first installs the course, the second shows your path, the third serves this book: exercises and "
                  "quizzes are graded in their pages then."),
             f"## {said('The days')}",
@@ -88,7 +88,7 @@ def _figure(lesson: str, language: str) -> str:
     picture = next(p for p in pictures.of(lesson) if p.figure)
     words = said("From {lesson}").format(lesson=f"[{lesson.partition('.')[2]}]({places.lesson_page(lesson)}.md)")
     figure = f'<figure class="picture">{picture.moving(language)}</figure>'
-    return f"**{prose.escaped(picture.title(language))}.** {words}.\n\n``````{{raw}} html\n{figure}\n``````"
+    return f"**{myst.escaped(picture.title(language))}.** {words}.\n\n``````{{raw}} html\n{figure}\n``````"
 
 
 def _days(language: str) -> str:
@@ -105,7 +105,7 @@ def _race(language: str) -> str:
     ladders = [_ladder(contest) for names in LADDERS if (contest := of_lessons(names))]
     if not ladders:
         return ""
-    words = exercises.attribute({"again": said("Again"), "ladder": said("ladder")})
+    words = exercise_pages.attribute({"again": said("Again"), "ladder": said("ladder")})
     caption = said("Measured: how far each kernel is when the fastest has finished")
     return (
         f'<figure class="race" data-words="{words}"><figcaption>{html.escape(caption)}</figcaption>\n'

@@ -30,12 +30,12 @@ def begin() -> None:
         sys.modules.setdefault(name, _Nothing(name))
     from lessonkit.base import words
     from lessonkit.base.words import said
-    from lessonkit.exercise import compiled, desk
+    from lessonkit.exercise import compile_check, desk
 
     for module, name, here in (
         (words, "_known", _catalogue),
         (desk, "grade_apart", _graded),
-        (compiled, "lacks_compiler", lambda: said("a browser has no compiler")),
+        (compile_check, "lacks_compiler", lambda: said("a browser has no compiler")),
     ):
         setattr(module, name, here)
     warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from lessonkit.base.files import ROOT, environment
 from lessonkit.judge import check, mutants
+from lessonkit.judge.apart import Verdict
 from lessonkit.lesson import Lesson, Mutant
 
 import torch
@@ -28,14 +29,6 @@ import torch
 PACKAGE = "course_ops"
 SECONDS = 20  # of a core, not of a clock, for one case: a kernel that takes longer waits for what never comes
 VERDICT = "verdict.json"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the checks say of a mutant. caught_by: as Mutant.caught_by, or empty if they accept it."""
-
-    caught_by: str
-    said: str
 
 
 def declared(module: str) -> dict[str, Lesson]:
@@ -65,7 +58,7 @@ def verdicts(module: str) -> dict[tuple[str, str], Verdict]:
         )
         if done.returncode:
             raise RuntimeError(f"the mutants of {module} were not judged:\n{done.stderr[-2000:]}")
-        return dict(zip(names, (Verdict(*said) for said in json.loads(done.stdout)), strict=True))
+        return dict(zip(names, (Verdict(**said) for said in json.loads(done.stdout)), strict=True))
 
 
 def write(place: Path, module: str, mutant: Mutant) -> None:
@@ -79,37 +72,41 @@ def write(place: Path, module: str, mutant: Mutant) -> None:
 # ---- In the process that judges -------------------------------------------------------------------------------------
 
 
-def _judge_all(asked: list[list[Any]]) -> list[list[str]]:
+def _judge_all(asked: list[list[Any]]) -> list[dict[str, str]]:
     for name in ("triton.language", "lessonkit"):  # once, for all the processes that are forked from here
         import_module(name)
     check.answer(torch.empty_like, (torch.empty(1),))  # and what PyTorch imports when it fills an empty tensor
     return [_judge_in_fork(*each) for each in asked]
 
 
-def _judge_in_fork(place: str, module: str, key: str, i: int) -> list[str]:
+def _judge_in_fork(place: str, module: str, key: str, i: int) -> dict[str, str]:
+    """The fields of a Verdict. caught_by is also "error": what the copy or the process says that is no rejection."""
     child = os.fork()
     if child == 0:
         try:
-            Path(place, VERDICT).write_text(json.dumps(_judge(place, module, key, i)))
+            verdict = _judge(place, module, key, i)
         except BaseException as error:
-            Path(place, VERDICT).write_text(json.dumps(["error", f"{type(error).__name__}: {error}"]))
+            verdict = Verdict("error", said=f"{type(error).__name__}: {error}")
+        try:
+            Path(place, VERDICT).write_text(json.dumps(asdict(verdict)))
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         ended = os.WTERMSIG(status)
-        return ["hang", f"{SECONDS} s"] if ended == signal.SIGVTALRM else ["error", signal.Signals(ended).name]
-    said: list[str] = json.loads(Path(place, VERDICT).read_text())
+        hangs = ended == signal.SIGVTALRM
+        verdict = Verdict("hang", said=f"{SECONDS} s") if hangs else Verdict("error", said=signal.Signals(ended).name)
+        return asdict(verdict)
+    said: dict[str, str] = json.loads(Path(place, VERDICT).read_text())
     return said
 
 
-def _judge(place: str, module: str, key: str, i: int) -> list[str]:
+def _judge(place: str, module: str, key: str, i: int) -> Verdict:
     sys.path.insert(0, place)
     operator = declared(module)[key]
     assert str(import_module(PACKAGE).__file__).startswith(place), "course_ops was imported before its copy"
     (rung,) = operator.rungs
-    found = mutants.first_rejection(operator, _limited(rung))
-    return ["", "accepted"] if found is None else [found[0].caught_by, f"{found[1]}: {found[0]}"]
+    return Verdict.of(mutants.first_rejection(operator, _limited(rung)))
 
 
 def _limited(rung: Callable[..., Any]) -> Callable[..., Any]:

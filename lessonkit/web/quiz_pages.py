@@ -11,7 +11,7 @@ from lessonkit.base.words import said, speaking
 from lessonkit.exercise import quiz
 from lessonkit.exercise.quiz import Question
 from lessonkit.measure import facts
-from lessonkit.web import exercises, places, prose
+from lessonkit.web import exercise_pages, myst, places
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -30,9 +30,9 @@ class Page:
         with speaking(self.language):
             questions = quiz.load(self.name, self.part)
             made = [self._question(q, nth, len(questions)) for nth, q in enumerate(questions, 1)]
-            words = exercises.attribute(self._words())
+            words = exercise_pages.attribute(self._words())
             shown = [
-                f"# {prose.escaped(title(self.folder, self.part, self.language))}",
+                f"# {myst.escaped(title(self.folder, self.part, self.language))}",
                 f"[{said('The guide of this day')}](index.md)",
                 self._intro(),
                 f'<div class="quiz" data-quiz="{self.name}" data-part="{self.part}" data-words="{words}">',
@@ -65,28 +65,28 @@ class Page:
             "again": said("You have taken this quiz before: the first time counts."),
             "taken": said("You have taken this quiz on {day}: {right} of {count} right."),
             "alone": said("This page keeps nothing. The terminal does: {command}").format(
-                command=f"{exercises.COURSE} quiz {self.name} {self.part}"
+                command=f"{exercise_pages.COURSE} quiz {self.name} {self.part}"
             ),
-            "status": exercises.status_words(self.language),
+            "status": exercise_pages.status_words(self.language),
         }
 
     # ---- One question ----
 
     def _question(self, question: Question, nth: int, count: int) -> str:
-        marks = exercises.attribute(_marks(question))
+        marks = exercise_pages.attribute(_marks(question))
         shown = [
             f'<fieldset class="quiz-question" data-kind="{question.kind}" data-marks="{marks}">\n'
             f"<legend>{nth} / {count} · {html.escape(said(question.skill))}</legend>",
-            prose.escaped(question.asks),
+            myst.escaped(question.asks),
         ]
         if question.kind != "bug" and (code := question.code()):
-            shown.append(prose.code(code, ".cu" if question.is_cuda else ".py"))
+            shown.append(myst.code(code, ".cu" if question.is_cuda else ".py"))
         shown += [
             _inputs(question, nth),
             f'<p class="exercise-buttons"><button type="button" class="quiz-check" hidden>{said("Check")}</button></p>'
             '\n<div class="quiz-said" role="status"></div>',
             f'<details class="fold quiz-answer"><summary>{said("The answer, and why")}</summary>',
-            f"{_answer(question)} {prose.escaped(question.because)}",
+            f"{_answer(question)} {myst.escaped(question.because)}",
             f"{self._taught(question)}",
             "</details>\n</fieldset>",
         ]
@@ -176,5 +176,5 @@ def _answer(question: Question) -> str:
         line = question.code().splitlines()[int(right) - 1].strip()
         return f"**{said('Line {number}').format(number=right)}:** `{line}`."
     chosen = next(choice for choice in _choices(question) if choice.right)
-    says = f"`{chosen.says}`" if question.kind == "fix" else prose.escaped(chosen.says)
+    says = f"`{chosen.says}`" if question.kind == "fix" else myst.escaped(chosen.says)
     return f"**{right})** {says}{'' if chosen.says.endswith(('.', '。')) else '.'}"

@@ -28,8 +28,8 @@ from lessonkit.base import device
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import REPORTS, ROOT, changing, environment, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
-from lessonkit.judge import fuzz
-from lessonkit.judge.fuzz import Case, Outcome
+from lessonkit.judge import fuzz_cases
+from lessonkit.judge.fuzz_cases import Case, Outcome
 from lessonkit.measure import operator_rows, rows
 
 FOUND = ROOT / "tests" / "fuzz" / "found.jsonl"
@@ -50,7 +50,7 @@ class Stuck(Exception):
 class Worker:
     """The process that runs cases of one mode; it is started when it is first asked, and after it died."""
 
-    module = fuzz.__name__
+    module = fuzz_cases.__name__
 
     def __init__(self, mode: str, patience: float = PATIENCE, compiling: float = COMPILING) -> None:
         self.mode, self.patience, self.compiling = mode, patience, compiling
@@ -93,7 +93,7 @@ class Worker:
             text=True,
         )
         assert self._process.stdout is not None
-        if not self._says_something(STARTING) or self._process.stdout.readline().strip() != fuzz.READY:
+        if not self._says_something(STARTING) or self._process.stdout.readline().strip() != fuzz_cases.READY:
             raise RuntimeError(f"the process that runs cases did not start: {self._last_words()}")
         return self._process
 
@@ -121,7 +121,7 @@ class Worker:
         assert self._errors is not None
         file = self._errors.fileno()
         before = os.fstat(file).st_size
-        self._process.send_signal(fuzz.WHERE)
+        self._process.send_signal(fuzz_cases.WHERE)
         for _ in range(10):
             time.sleep(0.1)
             # Not by read: the process writes where its file stands, which is this one.
@@ -291,7 +291,7 @@ def need_hypothesis() -> None:
 
 @dataclass
 class _ByHypothesis:
-    """Draws for fuzz.draw_case."""
+    """Draws for fuzz_cases.draw_case."""
 
     data: Any
     most: int
@@ -356,7 +356,7 @@ class _Drawing:
         def one(data: Any) -> None:
             if not shrinking and self.is_over:
                 return
-            case = fuzz.draw_case(self.operator, self.direction, _ByHypothesis(data, fuzz.MOST[self.mode]))
+            case = fuzz_cases.draw_case(self.operator, self.direction, _ByHypothesis(data, fuzz_cases.MOST[self.mode]))
             outcome = self.ask(case)
             if not shrinking:
                 self.kinds[outcome.kind] += 1
@@ -382,12 +382,12 @@ class _Drawing:
 
 def asked(names: list[str], modes: list[str]) -> list[Count]:
     """Each operator and direction in each mode, with nothing counted yet. names: of these alone."""
-    questions = fuzz.questions()
+    questions = fuzz_cases.questions()
     return [
         begun(name, direction, mode)
         for mode in modes
         for name in names or questions
-        for direction in fuzz.DIRECTIONS
+        for direction in fuzz_cases.DIRECTIONS
         if direction == "forward" or questions[name].gradients
     ]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lessonkit.base.words import translated
 from lessonkit.exercise.source import Source
-from lessonkit.web import places, prose
+from lessonkit.web import myst, places
 from lessonkit.web.page import pack
 
 COURSE = "python3 course.py"
@@ -27,27 +27,27 @@ class Page:
 
     def text(self) -> str:
         source = self.source
-        folder = source.path.parent.parent.name
         words = source.read(source.with_marks, self.say)
-        first = next(part for part in prose.parts(words, self.suffix) if part.kind == prose.PROSE)
-        title, task = prose.title(first.text)
-        todo = "\n".join(f"{r.number}. {prose.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
+        first = next(part for part in myst.parts(words, self.suffix) if part.kind == myst.PROSE)
+        title, task = myst.title(first.text)
+        todo = "\n".join(f"{r.number}. {myst.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
         commands = f"{COURSE} exercise next {source.short}\n{COURSE} exercise watch {source.short}"
-        guide = places.relative(f"{folder}/index", places.exercise_page(source))
-        start, count = translated("The file you start from", self.language), translated("Hint {number}", self.language)
+        guide = places.relative(f"{source.folder}/index", places.exercise_page(source))
+        start = html.escape(translated("The file you start from", self.language))
+        count = html.escape(translated("Hint {number}", self.language))
         said = [
-            f"# {prose.escaped(title or self.say(source.title))}",
+            f"# {myst.escaped(title or self.say(source.title))}",
             f"[{translated('The guide of this day', self.language)}]({guide}.md)",
-            prose.markdown(task),
+            myst.markdown(task),
             *([f"## {translated('To be written', self.language)}", todo] if todo else []),
             f"## {translated('Your answer', self.language)}",
             f'<div class="exercise" data-exercise="{source.name}"{_python(self.python)} '
             f'data-words="{attribute(self.words())}"></div>',
             '<div class="exercise-terminal">',
-            prose.fence("bash", commands),
+            myst.fence("bash", commands),
             self._why_terminal(),
-            _folded(start, prose.code(source.read(source.stub, self.say), self.suffix), unfolded=True),
-            *(_folded(count.format(number=n), prose.escaped(self.say(" ".join(hint.split()))))
+            myst.folded(start, myst.code(source.read(source.stub, self.say), self.suffix), "hint", unfolded=True),
+            *(myst.folded(count.format(number=n), myst.escaped(self.say(" ".join(hint.split()))), "hint")
               for n, hint in enumerate(self.hints, 1)),
             "</div>",
         ]  # fmt: skip
@@ -60,7 +60,7 @@ class Page:
                 "At a web address the page grades by itself, with Python in the browser. A page from a file cannot.",
                 self.language,
             )
-        elif self.source.path.parent.parent.name == pack.FOLDER:
+        elif self.source.folder == pack.FOLDER:
             alone = translated(
                 "This copy of the book was built without Python for pages, so the page itself cannot grade.",
                 self.language,
@@ -136,11 +136,6 @@ def attribute(data: object) -> str:
     return html.escape(json.dumps(data, ensure_ascii=False))
 
 
-def _folded(summary: str, body: str, *, unfolded: bool = False) -> str:
-    opened = " open" * unfolded
-    return f'<details class="fold hint"{opened}><summary>{html.escape(summary)}</summary>\n\n{body}\n\n</details>'
-
-
 def _python(size: float) -> str:
     """The attribute that says where a page of an exercise finds Python."""
     return f' data-python="../../../{pack.PLACE}/"' * bool(size)
@@ -148,8 +143,8 @@ def _python(size: float) -> str:
 
 def index(folder: str, language: str, python: float = 0) -> str:
     """The page of all exercises of a folder."""
-    here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
-    lines = [f"1. [{prose.escaped(translated(s.title, language))}]({s.path.stem}.md)" for s in here]
+    here = [source for source in places.exercises() if source.folder == folder]
+    lines = [f"1. [{myst.escaped(translated(s.title, language))}]({s.path.stem}.md)" for s in here]
     toctree = "\n".join(s.path.stem for s in here)
     words = attribute({"passed": _passed(language)})
     listed = (

@@ -224,5 +224,7 @@ def code(text: str, suffix: str) -> str:
     return fence("python" if suffix == ".py" else "cuda", text, options)
 
 
-def diff(text: str) -> str:
-    return fence("diff", text)
+def folded(summary: str, body: str, kind: str, *, unfolded: bool = False) -> str:
+    """Markdown behind a line (as HTML) that unfolds it. kind: classes by which a page's style knows it."""
+    opened = " open" * unfolded
+    return f'<details class="fold {kind}"{opened}><summary>{summary}</summary>\n\n{body}\n\n</details>'

@@ -190,6 +190,3 @@ def _words(error: BaseException, answer: str) -> str:
             return f"{said} in line {line}: {answer.splitlines()[line - 1].strip()}"
     frames = [f for e in chain for f in traceback.extract_tb(e.__traceback__) if "lessonkit_answers" in f.filename]
     return said + (f" in line {frames[-1].lineno}: {frames[-1].line}" if frames else "")
-
-
-__all__ = ["TARGETS", "Launch", "compile_answer", "lacks_compiler", "recorded"]

@@ -4,8 +4,8 @@ A case is a dictionary that JSON takes: operator, direction, tensors (shape, dty
 is drawn from problems/fuzz.py. It is judged as a rung is: within the error budget against float64, no address outside a
 tensor, no result left unwritten, no input changed. A call that no operator takes must be refused, in words.
 
-`python -m lessonkit.judge.fuzz MODE` is the process that runs cases: one line of JSON in, one line out. Modes: `cpu`
-(PyTorch computes), `interpreted`, `gpu`.
+`python -m lessonkit.judge.fuzz_cases MODE` is the process that runs cases: one line of JSON in, one line out. Modes:
+`cpu` (PyTorch computes), `interpreted`, `gpu`.
 """
 
 import faulthandler

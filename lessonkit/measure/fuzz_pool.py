@@ -6,7 +6,6 @@ where it has kernels. A process that dies or hangs is asked again, by another on
 """
 
 import json
-import math
 import os
 import subprocess
 import time
@@ -20,9 +19,9 @@ from typing import Any
 
 from lessonkit.judge import bursts
 from lessonkit.judge.bursts import Drawing, Job
-from lessonkit.judge.fuzz import Case, Outcome
-from lessonkit.measure import fuzzing
-from lessonkit.measure.fuzzing import COUNTS, FOUND, Count, Found, Stuck, Worker
+from lessonkit.judge.fuzz_cases import Case, Outcome
+from lessonkit.measure import fuzz_runs
+from lessonkit.measure.fuzz_runs import COUNTS, FOUND, Count, Found, Stuck, Worker
 
 BURST = 1000  # cases of one operator and direction before a process takes the next
 LEAST = 2 * bursts.GROUP  # as long as so many are left
@@ -40,7 +39,7 @@ class BurstWorker(Worker):
 
     module = bursts.__name__
 
-    def __init__(self, mode: str, patience: float = fuzzing.PATIENCE) -> None:
+    def __init__(self, mode: str, patience: float = fuzz_runs.PATIENCE) -> None:
         super().__init__(mode, patience)
         self._read = b""  # and not yet handed on
 
@@ -120,11 +119,11 @@ class Run:
     ) -> None:  # fmt: skip
         self.cases, self.end, self.say = cases, time.monotonic() + seconds, say
         self.path, self.found_path, self.worker, self.judge = path, found_path, worker, judge
-        known = fuzzing.counts(path)
+        known = fuzz_runs.counts(path)
         before = {count.key: known.get(count.key, count) for count in todo}
         self.begun = {count.key: count for count in todo}
         self.tallies = [
-            Tally(mine, count, mine.cases, fuzzing.other_code(known.values(), count))
+            Tally(mine, count, mine.cases, fuzz_runs.other_code(known.values(), count))
             for mine, count in zip(before.values(), todo, strict=True)
         ]
         self.lock = Lock()
@@ -213,7 +212,7 @@ class Run:
                 self._save(tally)
 
     def _save(self, tally: Tally) -> None:
-        fuzzing.counted(tally.unsaved, self.path)
+        fuzz_runs.counted(tally.unsaved, self.path)
         tally.unsaved, tally.saved = self.begun[tally.count.key], time.monotonic()
 
     def _died(self, tally: Tally, mode: str, under_way: list[Drawing], why: str, seconds: float) -> None:
@@ -259,7 +258,7 @@ class Run:
 
     def _keep(self, failure: Found) -> None:
         with self.lock:
-            fuzzing.add(failure, self.found_path)
+            fuzz_runs.add(failure, self.found_path)
 
 
 def _drawing(said: dict[str, Any]) -> Drawing:
@@ -267,16 +266,16 @@ def _drawing(said: dict[str, Any]) -> Drawing:
 
 
 def shrunk(
-    drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], *, tries: int = SHRINKING, until: float = math.inf
+    drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], *, until: float
 ) -> Found:  # fmt: skip
-    """The same fault of a simpler case: fewer choices, each as small as it may be, in so many tries and that time."""
+    """The same fault of a simpler case: fewer choices, each as small as it may be, in SHRINKING tries and that time."""
     asked, nth, last = {json.dumps(failure.case)}, 0, 0  # last: the place that was simplified last
     while True:
         for choices in _simpler(drawing.choices, nth):
             simpler = replace(drawing, choices=choices)
             if (name := json.dumps(simpler.case)) in asked:
                 continue
-            if len(asked) > tries or time.monotonic() > until:
+            if len(asked) > SHRINKING or time.monotonic() > until:
                 return failure
             asked.add(name)
             outcome = ask(simpler.case)
@@ -304,5 +303,5 @@ def run(
     names: list[str], modes: list[str], cases: int, seconds: float, workers: int, say: Say, *,
     path: Path = COUNTS, found_path: Path = FOUND,
 ) -> list[Found]:  # fmt: skip
-    """As fuzzing.run, in bursts by so many processes."""
-    return Run(fuzzing.asked(names, modes), cases, seconds, say, path=path, found_path=found_path).run(workers)
+    """As fuzz_runs.run, in bursts by so many processes."""
+    return Run(fuzz_runs.asked(names, modes), cases, seconds, say, path=path, found_path=found_path).run(workers)

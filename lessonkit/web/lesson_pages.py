@@ -19,7 +19,7 @@ from lessonkit.lesson import Broken, Lesson, Steps
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import glossary, guides, paths, report, rung_source
 from lessonkit.pictures.draw import WIDTH
-from lessonkit.web import charts, places, prose
+from lessonkit.web import charts, myst, places
 
 _NEW_WORDS = re.compile(rf"^{re.escape(glossary.HEAD)}[^.]*\.\n", re.MULTILINE)  # no term has a dot
 LEGIBLE = 11  # pixels
@@ -73,22 +73,22 @@ class Page:
         text = read_as(path.read_text(), path.suffix, lambda message: translated(message, self.language))
         said, number = list[str](), ""
         wrapper = path.suffix == ".py" and path.with_suffix(".cu").exists()
-        for i, part in enumerate(prose.parts(text, path.suffix)):
-            if part.kind == prose.CODE:
+        for i, part in enumerate(myst.parts(text, path.suffix)):
+            if part.kind == myst.CODE:
                 said.append(self._code(part.text, path, number))
                 continue
             words = _NEW_WORDS.sub(lambda line: f"\n{' '.join(line[0].split())}\n\n", part.text)
             if i == 0:
-                title, words = prose.title(words)
+                title, words = myst.title(words)
                 said += (
-                    self._head(title, path) if top else [self._heading(title or prose.sentence(words), path, wrapper)]
+                    self._head(title, path) if top else [self._heading(title or myst.sentence(words), path, wrapper)]
                 )
-            if found := prose.rung(words):
+            if found := myst.rung(words):
                 if number:
                     said.append(self.diffs.pop(self._named(number), ""))
                 number, more, words = found
                 said.append(self._rung_heading(number, more))
-            said.append(self._linked(prose.markdown(words)))
+            said.append(self._linked(myst.markdown(words)))
         if number or path.stem in self.rungs:
             said.append(self.diffs.pop(self._named(number) if number else path.stem, ""))
         return "\n\n".join(part for part in said if part)
@@ -99,13 +99,13 @@ class Page:
         teaches = places.relinked(self.say(about.teaches), path, self.here, self.copied, self.language)
         file = places.relative(self.copied(path), self.here)
         source = f"[{path.relative_to(ROOT)}]({file})"
-        return [f"# {prose.escaped(title or self.name)}", f"**{teaches}**" if "]" not in teaches else teaches,
+        return [f"# {myst.escaped(title or self.name)}", f"**{teaches}**" if "]" not in teaches else teaches,
                 f"{' · '.join(facts)} · {source}"]  # fmt: skip
 
     def _heading(self, title: str, path: Path, wrapper: bool) -> str:
         if wrapper:
             return f"## {translated('The program as functions of tensors', self.language)}"
-        return f"## {prose.escaped(title)}" + (f" (`{path.stem}`)" if path.stem in self.rungs else "")
+        return f"## {myst.escaped(title)}" + (f" (`{path.stem}`)" if path.stem in self.rungs else "")
 
     def _named(self, number: str) -> str:
         at = int(number) if number.isdecimal() else 0
@@ -114,7 +114,7 @@ class Page:
     def _rung_heading(self, number: str, more: str) -> str:
         name = self._named(number)
         said = translated("Rung {number}", self.language).format(number=number) + (
-            f", {prose.escaped(more)}" if more else ""
+            f", {myst.escaped(more)}" if more else ""
         )
         return f"## {said}" + (f"{'：' if self.language == 'zh' else ': '}`{name}`" if name else "")
 
@@ -130,8 +130,8 @@ class Page:
             summary = translated("Imports", self.language)
         else:
             summary = f"<code>{html.escape(text.splitlines()[0][:80])}</code>"
-        unfolded = " open" if isinstance(self.lesson, Steps) and names and not declares else ""
-        return _folded(summary, prose.code(text, path.suffix), "code", unfolded)
+        unfolded = isinstance(self.lesson, Steps) and bool(names) and not declares
+        return myst.folded(summary, myst.code(text, path.suffix), "code", unfolded=unfolded)
 
     def _linked(self, markdown: str) -> str:
         """The list of new words with links to the glossary."""
@@ -143,10 +143,10 @@ class Page:
             by = {term.term: term for term in glossary.terms()}
             words = [w.strip() for w in found[2].replace("\\", "").replace("`", "").split(",")]
             linked = [
-                f"[{prose.escaped(glossary.heading(by[w], self.language))}]"
+                f"[{myst.escaped(glossary.heading(by[w], self.language))}]"
                 f"({target}.md#{glossary.anchor(by[w], self.language)})"
                 if w in by
-                else prose.escaped(w)
+                else myst.escaped(w)
                 for w in words
             ]
             colon, comma, stop = ("：", "、", "。") if self.language == "zh" else (": ", ", ", ".")
@@ -163,7 +163,7 @@ class Page:
             changed = list(difflib.unified_diff(before, after, old, new, lineterm="", n=2))
             if changed:
                 summary = translated("Diff: {old} to {new}", self.language).format(old=old, new=new)
-                yield new, _folded(html.escape(summary), prose.diff("\n".join(changed)), "diff")
+                yield new, myst.folded(html.escape(summary), myst.fence("diff", "\n".join(changed)), "diff")
 
     def _rest(self) -> Iterator[str]:
         while self.diffs:
@@ -195,7 +195,7 @@ class Page:
         for page in pages:
             shown = self._report(page, plots=data is None)
             summary = translated("All rows of {device} as tables", self.language).format(device=page.parent.name)
-            yield _folded(html.escape(summary), shown, "tables", "" if data else " open")
+            yield myst.folded(html.escape(summary), shown, "tables", unfolded=data is None)
 
     def _compiled(self) -> Iterator[str]:
         compiled = translated("Compiled for each target", self.language)
@@ -203,9 +203,8 @@ class Page:
         for folder, heading in (("compiled", compiled), ("emulated", emulated)):
             if (page := REPORTS / folder / f"{self.name}.md").exists():
                 yield f"## {heading}"
-                yield _folded(
-                    html.escape(translated("Table", self.language)), self._report(page, plots=False), "tables"
-                )
+                summary = html.escape(translated("Table", self.language))
+                yield myst.folded(summary, self._report(page, plots=False), "tables")
 
     def _report(self, page: Path, *, plots: bool) -> str:
         """A page of reports/ as a part of this one."""
@@ -223,10 +222,10 @@ class Page:
             return
         yield f"## {translated('Exercises', self.language)}"
         for source in mine:
-            yield f"- **[{prose.escaped(self.say(source.title))}]({self._to(source)})**"
+            yield f"- **[{myst.escaped(self.say(source.title))}]({self._to(source)})**"
         if others:
             yield translated("Of the same day:", self.language)
-            yield "\n".join(f"- [{prose.escaped(self.say(source.title))}]({self._to(source)})" for source in others)
+            yield "\n".join(f"- [{myst.escaped(self.say(source.title))}]({self._to(source)})" for source in others)
 
     def _to(self, source: Source) -> str:
         return places.relative(places.exercise_page(source), self.here) + ".md"
@@ -241,7 +240,7 @@ def _scrolling(svg: str) -> str:
 def exercises_of(lesson: str) -> tuple[list[Source], list[Source]]:
     """The exercises that name the lesson, or are named like it; the others of its folder."""
     folder, _, stem = lesson.partition(".")
-    here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
+    here = [source for source in places.exercises() if source.folder == folder]
     mine = [s for s in here if stem in s.path.read_text() or f"_{s.short}" in f"_{stem.partition('_')[2]}"]
     return mine, [s for s in here if s not in mine]
 
@@ -253,10 +252,6 @@ def order(names: list[str]) -> dict[str, dict[str, object]]:
         pages = list(dict.fromkeys(places.lesson_page(name) for name in route.lessons if name in names))
         found[route.name] = {"title": route.title, "pages": pages}
     return found
-
-
-def _folded(summary: str, body: str, kind: str, unfolded: str = "") -> str:
-    return f'<details class="fold {kind}"{unfolded}><summary>{summary}</summary>\n\n{body}\n\n</details>'
 
 
 def _defined(text: str, suffix: str) -> Iterator[str]:
