@@ -391,7 +391,7 @@ def steps(name: str, lesson: Steps) -> None:
 
 def _step_table(name: str, rows: Sequence[dict[str, Any]], where: str = "") -> None:
     body = (map(report.cell, row.values()) for row in rows)
-    table(where + stored_words.told(name), map(stored_words.told, rows[0]), body)
+    table(where + stored_words.told(name), map(stored_words.head, rows[0]), body)
 
 
 def from_a_gpu(lesson: str, name: str) -> None:
