@@ -5,7 +5,7 @@ The call of backward() replays the tape from the end, each node once. So a gradi
 training needs more memory than inference by what the nodes save. A kernel's author has two duties: a correct backward,
 and few saved bytes.
 
-You will learn: in-place changes and version counters, a tape in 30 lines, the graph, what is saved for backward,
+You will learn: a tape in 30 lines, the graph, what is saved for backward, in-place changes and version counters,
 custom functions and gradcheck, Module state and hooks. Each step states a fact and asserts it.
 Run it:    python3 course.py run lesson03_autograd
 """
@@ -38,26 +38,6 @@ def _raises(error, says):
 def _shares(a, b):
     """True if both tensors are views of one storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def in_place():
-    """Every in-place change raises a version counter, and backward refuses a saved tensor whose counter has moved."""
-    x = torch.rand(4, requires_grad=True)
-    y = x.exp()  # d exp = exp, so backward needs y itself and saves it
-    assert y._version == 0
-    y.mul_(2)
-    assert y._version == 1
-    with _raises(RuntimeError, "modified by an inplace operation"):
-        y.sum().backward()
-    with _raises(RuntimeError, "leaf Variable"):
-        x.add_(1)  # the gradient with respect to which x?
-    # detach() shares the counter, so backward notices the change; .data does not, and the gradient is silently wrong.
-    for alias, seen in ((lambda t: t.detach(), True), (lambda t: t.data, False)):
-        y = x.exp()
-        alias(y).zero_()
-        assert (y._version == 1) is seen
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert gradient.eq(0).all(), "exp has no zero gradient anywhere: .data let a wrong one through"
 
 
 class Var:
@@ -169,9 +149,29 @@ def saved():
         rows.append({"expression": name, "tensors kept": len(large), "extra bytes": extra})
     note = (
         "Extra bytes are those that neither the input nor the output holds anyway. Elementwise time is bytes over "
-        "bandwidth, so whoever fuses the formula into one kernel saves this memory and the traffic to fill it."
+        "bandwidth, so fusing the formula into one kernel saves this memory and the time to write and read it."
     )
     return Table("saved-for-backward", rows, note)
+
+
+def in_place():
+    """Every in-place change raises a version counter, and backward refuses a saved tensor whose counter has moved."""
+    x = torch.rand(4, requires_grad=True)
+    y = x.exp()  # d exp = exp, so backward needs y itself and saves it
+    assert y._version == 0
+    y.mul_(2)
+    assert y._version == 1
+    with _raises(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
+    with _raises(RuntimeError, "leaf Variable"):
+        x.add_(1)  # the gradient with respect to which x?
+    # detach() shares the counter, so backward notices the change; .data does not, and the gradient is silently wrong.
+    for alias, seen in ((lambda t: t.detach(), True), (lambda t: t.data, False)):
+        y = x.exp()
+        alias(y).zero_()
+        assert (y._version == 1) is seen
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.eq(0).all(), "exp has no zero gradient anywhere: .data let a wrong one through"
 
 
 class RightSoftmax(torch.autograd.Function):
@@ -260,7 +260,7 @@ def hooks():
 
 
 LESSON = Steps(
-    (in_place, tape, graph, saved, gradcheck, modules, hooks),
+    (tape, graph, saved, in_place, gradcheck, modules, hooks),
     about=About(
         teaches="the tape: in 30 lines, then the real one; what it keeps, custom functions, `gradcheck`, modules "
         "and hooks",

@@ -32,7 +32,7 @@ def _torchvision(name):
         from torchvision import datasets
     except ImportError:
         raise typer.BadParameter(
-            f"{name} comes through torchvision, which is missing: pip install torchvision"
+            f'{name} comes through torchvision, which is missing: .venv/bin/pip install -e ".[data]"'
         ) from None
     kind = {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name]
     parts = []

@@ -3,14 +3,25 @@
 A kernel is a function that the GPU runs many times at once. Each run is a program. All programs run the same code. What
 differs is a number, tl.program_id(0): from it each program computes which elements are its own. This is called SPMD
 (single program, multiple data). `@triton.jit` above a Python function makes it a kernel: the first launch compiles it.
+Here is a whole kernel, and its launch below it. It adds 1 to each of the n elements of x and writes the results to z:
 
-`kernel[grid](x, z, n, BLOCK=4)` launches the kernel. The square brackets hold the grid: how many programs there are.
-The parentheses hold the arguments. A tensor arrives in the kernel as a pointer: the address of its first element,
-without shape and without strides. The kernel adds offsets to it, counted in elements. tl.load reads the elements at
-these addresses, and tl.store writes there. n arrives as an integer. BLOCK is a tl.constexpr: the compiler knows its
-value, and compiles the kernel again for another value.
+    @triton.jit
+    def plus_one_kernel(x_ptr, z_ptr, n, BLOCK: tl.constexpr):
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)    which elements this program owns
+        mask = offsets < n                                          which of them exist
+        x = tl.load(x_ptr + offsets, mask=mask)                     read them
+        tl.store(z_ptr + offsets, x + 1, mask=mask)                 write the results
 
-A program works on a block: on several elements at once. Ten elements in blocks of BLOCK = 4 need three programs:
+    plus_one_kernel[(3,)](x, z, 10, BLOCK=4)                        launch 3 programs on the 10 elements of x
+
+The square brackets of the launch hold the grid: how many programs there are. The parentheses hold the arguments. A
+tensor arrives in the kernel as a pointer: the address of its first element, without shape and without strides. The
+kernel adds offsets to it, counted in elements. tl.load reads the elements at these addresses, and tl.store writes
+there. n arrives as an integer. BLOCK is a tl.constexpr: the compiler knows its value, and compiles the kernel again for
+another value.
+
+A program works on a block: on several elements at once. tl.arange(0, 4) is the block [0, 1, 2, 3]. Ten elements in
+blocks of BLOCK = 4 need three programs:
 
     x          | x0  x1  x2  x3 | x4  x5  x6  x7 | x8  x9         |
     program    |       0        |       1        |       2        |    grid = (3,), 10 / 4 rounded up
@@ -38,8 +49,9 @@ You choose the grid and the block. What happens below that is up to the compiler
     thread     some elements of the block      in its registers; with BLOCK = 1024 it has 1024 / 128 = 8 elements
 
 An SM is a streaming multiprocessor, the part of a GPU that computes. A grid may have more programs than fit on all SMs
-at once: the others start when earlier ones end. BLOCK and the number of threads are two different numbers: the compiler
-spreads the elements of a block over the threads. A position in a block is also called a lane.
+at once: the others start when earlier ones end. Registers are the storage next to the arithmetic units, and each thread
+has its own. BLOCK and the number of threads are two different numbers: the compiler spreads the elements of a block
+over the threads. A position in a block is also called a lane.
 
 New words (GLOSSARY.md): kernel, launch, program, grid, block, pointer, stride, mask, constexpr, thread, warp, lane,
 SM, register, HBM, interpreted.
@@ -74,7 +86,7 @@ def who_kernel(z_ptr):
     tl.store(z_ptr + tl.program_id(0), 100 + tl.program_id(0))
 
 
-def one_text_many_programs():
+def one_function_many_programs():
     """`kernel[(3,)](z)` runs the function three times, and each program sees another tl.program_id(0): 0, 1 and 2."""
     z = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     who_kernel[(3,)](z)
@@ -133,7 +145,7 @@ def a_mask_stops_what_does_not_exist():
     assert z[10:].tolist() == [-1, -1]
 
 
-def a_constexpr_is_part_of_the_text():
+def each_constexpr_compiles_a_kernel():
     """BLOCK = 8 is compiled as another kernel. It needs two programs, not three, and the answer is the same."""
     x, z = _ten(), torch.full((10,), -1, device=DEVICE)
     for BLOCK, programs in ((4, 3), (8, 2), (16, 1)):  # powers of two: tl.arange takes no others
@@ -198,11 +210,11 @@ LESSON = Steps(
         pictures=("grid_and_mask",),
     ),
     steps=(
-        one_text_many_programs,
+        one_function_many_programs,
         a_tensor_arrives_as_a_pointer,
         a_program_owns_a_block,
         a_mask_stops_what_does_not_exist,
-        a_constexpr_is_part_of_the_text,
+        each_constexpr_compiles_a_kernel,
         a_block_may_have_two_dimensions,
         programs_meet_in_memory,
     ),

@@ -113,7 +113,7 @@ LARGE = {"n": 2**28}
 
 LESSON = Lesson(
     about=About(
-        teaches="program ids, offsets, masks, wide accesses, what a launch costs",
+        teaches="program ids, offsets, masks, wide accesses, bytes in flight",
         hours=0.75,
         star=True,
         operator="vector add",

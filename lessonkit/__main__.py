@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from lessonkit import pictures
 from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import ROOT, write_atomically
-from lessonkit.base.words import counted, language, listed, retold, said
+from lessonkit.base.words import counted, language, later, listed, retold, said
 from lessonkit.commands import (
     evidence,
     exercises,
@@ -88,7 +88,7 @@ def _meant(which: str) -> str:
         show.console.print(said("lesson {old} is now called {new}").format(old=which, new=now))
         return now
     close = ", ".join(_closest(which))
-    words = said("no lesson matches {which}. The closest: {close}. All: {command}")
+    words = said("no lesson matches {which}. Days: day1 to day5, cuda. The closest: {close}. All: {command}")
     raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
 
 
@@ -789,7 +789,7 @@ def _one(which: str) -> tuple[str, Lesson | Steps]:
 @app.command(name="trace")
 def trace_rung(
     lesson: Annotated[str, typer.Argument(help="lesson01_vector_add")],
-    rung: Annotated[str, typer.Argument(help="One of its rungs: add_block; `list` shows them.")],
+    rung: Annotated[str, typer.Argument(help="One of its rungs: add_block; without it they are listed.")] = "",
     shape: Annotated[list[str] | None, typer.Argument(help="Sizes: n=300; others as in the smallest check.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with a slider over the steps here.")] = None,
 ) -> None:
@@ -868,7 +868,11 @@ def show_progress(
 
 
 @app.command()
-def diff(lesson: str, old: str, new: str) -> None:
+def diff(
+    lesson: Annotated[str, typer.Argument(help="lesson01_vector_add")],
+    old: Annotated[str, typer.Argument(help="One of its rungs: add_element; without it they are listed.")] = "",
+    new: Annotated[str, typer.Argument(help="The rung to compare it with: add_block.")] = "",
+) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
     name, found = _one(lesson)
     if isinstance(found, Steps):
@@ -894,6 +898,24 @@ def web_edition(
     """Build the course as a book in English and Chinese, and serve it on this machine."""
     raise typer.Exit(web.run(build, port))
 
+
+# What `--help` shows together, in the order in which a learner meets it.
+PANELS = {
+    later("Learn"): "doctor path list read run check exercise words trace diff picture predict quiz progress web",
+    later("Predict and measure"): "chip compile count bench report stale renew mutants sanitize beside",
+    later("Write lessons, maintain the course"): "new depends translate fuzz versions lock",
+}
+_ORDER = " ".join(PANELS.values()).split()
+
+
+def _called(command: Any) -> str:
+    return str(command.name or command.callback.__name__)
+
+
+app.registered_commands.sort(key=lambda command: _ORDER.index(_called(command)))
+_each: Any
+for _each in (*app.registered_commands, *app.registered_groups):
+    _each.rich_help_panel = next(panel for panel, known in PANELS.items() if _called(_each) in known.split())
 
 if __name__ == "__main__":
     try:

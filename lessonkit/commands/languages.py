@@ -96,6 +96,8 @@ def _say_help(command: Any, ctx: Any) -> None:
         if getattr(parameter, "help", None):
             parameter.help = said(normal(parameter.help))
     for each in getattr(command, "commands", {}).values():
+        if isinstance(each.rich_help_panel, str):
+            each.rich_help_panel = said(each.rich_help_panel)
         _say_help(each, ctx)
 
 
@@ -130,7 +132,10 @@ def _file(which: str) -> Path:
     lessons = names(which) or names(renames.meant("lessons", which) or which)
     found = [ROOT / f"{name.replace('.', '/')}.py" for name in lessons] or [each.path for each in source.find(which)]
     if len(found) != 1:
-        closest = ", ".join(each.stem for each in found[:5]) or said("`list` shows all")
+        if not found:
+            words = said("no lesson or exercise matches {which}; `list` and `exercise list` show all")
+            raise typer.BadParameter(words.format(which=repr(which)))
+        closest = ", ".join(each.stem for each in found[:5])
         words = said("{which} names {count} lessons and exercises, expected one: {closest}")
         raise typer.BadParameter(words.format(which=repr(which), count=len(found), closest=closest))
     program = found[0].with_suffix(".cu")

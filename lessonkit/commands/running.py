@@ -70,7 +70,7 @@ def run(which: str, found: Sequence[tuple[str, Lesson | Steps | Broken]], again:
         if name in ended
     ]
     many = counted(len(summary), said("1 lesson"), said("{count} lessons"))
-    heading = f"{many}, {said(show.MODES[device.DEVICE.type])}"
+    heading = said("{lessons}, {mode}").format(lessons=many, mode=said(show.MODES[device.DEVICE.type]))
     show.table(heading, [said("lesson"), "", said("time")], summary)
     if len(chosen) == 1:
         evidence.after_run(chosen[0])

@@ -157,7 +157,7 @@ def _marked(line: str, width: int) -> str:
 
 
 def _rule(name: str, where: str) -> None:
-    console.rule(Text.assemble((said(title(name)), "bold"), f" ({where})"))
+    console.rule(Text.assemble((said(title(name)), "bold"), said(" ({where})").format(where=where)))
 
 
 def lesson(name: str, lesson: Lesson) -> None:
@@ -202,7 +202,7 @@ def checks(lesson: Lesson) -> int:
     if lesson.grad and not failures:
         wrong = grad_checks(lesson)
         failures += len(wrong)
-        agree = "; ".join(map(told, wrong)) or said("agree with float64 autograd")
+        agree = listed(map(told, wrong), ";") or said("agree with float64 autograd")
         console.print(said("gradients of {op}: {verdict}").format(op=lesson.grad.op.__name__, verdict=agree))
     return failures
 
@@ -391,7 +391,7 @@ def steps(name: str, lesson: Steps) -> None:
 
 def _step_table(name: str, rows: Sequence[dict[str, Any]], where: str = "") -> None:
     body = (map(report.cell, row.values()) for row in rows)
-    table(where + stored_words.told(name), map(stored_words.told, rows[0]), body)
+    table(where + stored_words.told(name), map(stored_words.head, rows[0]), body)
 
 
 def from_a_gpu(lesson: str, name: str) -> None:

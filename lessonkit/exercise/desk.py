@@ -100,6 +100,9 @@ def _build_emulator(source: Source, say: Callable[[str], None]) -> None:
 def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
     yield Line("refused", verdict.on)
     yield Line("why", f"{verdict.caught_by}: {told(verdict.why)}")
+    if re.search(r"line \d+: .*\b\w+_ptr *\[|第 \d+ 行：.*\b\w+_ptr *\[", verdict.why):
+        words = said("A pointer takes no brackets: {load} reads, {store} writes.")
+        yield Line("help", words.format(load="tl.load(x_ptr + offsets)", store="tl.store(z_ptr + offsets, value)"))
     if verdict.caught_by in MEANS:
         yield Line("means", said(MEANS[verdict.caught_by]))
     if todo := source.untouched(answer):

@@ -17,7 +17,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import BuildError, Fault, OutOfBounds, Rejected, Unsupported
-from lessonkit.base.words import said
+from lessonkit.base.words import listed, said
 from lessonkit.exercise import Exercise, compile_check
 from lessonkit.exercise.source import Source, build
 from lessonkit.judge import check, counters
@@ -186,7 +186,7 @@ def _score(exercise: Exercise, lesson: Lesson, seed: int) -> str:
             raise Rejected(metric, words.format(counted=f"{counted:.2f}", case=last, most=f"{most:g}"))
         words = said("{metric}: {counted} (ideal {most})")
         lines.append(words.format(metric=metric, counted=f"{counted:.2f}", most=f"{most:g}"))
-    return "; ".join(lines)
+    return listed(lines, ";")
 
 
 @contextmanager

@@ -64,6 +64,8 @@ class Step:
 def rung(lesson: Lesson, name: str) -> Rung:
     """The rung of this name. Raises ValueError, which lists what there is."""
     found = {each.__name__: each for each in lesson.rungs}
+    if not name:
+        raise ValueError(said("name one of its rungs: {names}").format(names=", ".join(found)))
     if name not in found:
         words = said("there is no rung {name}; there are {names}")
         raise ValueError(words.format(name=repr(name), names=", ".join(found)))
