@@ -149,7 +149,7 @@ def saved():
         rows.append({"expression": name, "tensors kept": len(large), "extra bytes": extra})
     note = (
         "Extra bytes are those that neither the input nor the output holds anyway. Elementwise time is bytes over "
-        "bandwidth, so fusing the formula into one kernel saves this memory and the time to write and read it."
+        "bandwidth, so whoever fuses the formula into one kernel saves this memory and the traffic to fill it."
     )
     return Table("saved-for-backward", rows, note)
 
