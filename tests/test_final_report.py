@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.pages import compared, final, final_report, operators, report, results, roofline, shipped
+from lessonkit.pages import compared, final, final_report, operator_pages, report, results, roofline, shipped
 
 import pytest
 
@@ -95,15 +95,16 @@ def test_an_old_row_is_marked_and_says_nothing_of_its_rung():
         today = SimpleNamespace(why_old=lambda row, old=old: "code changed" * (row.rung == old))
         (words,) = final_report._nothing(story, today)
         assert {name for name in ("skipped", "longest_first") if f"{name} 1." in words} == said
-        assert (operators.MARK in final_report._story(story, None, today)) == (old != "none")
+        assert (operator_pages.MARK in final_report._story(story, None, today)) == (old != "none")
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
 def test_a_gain_over_an_old_row_is_marked():
-    ladder = next(each for each in operators.ladders(FOLDERS[0]) if each.name == "attention")
+    ladder = next(each for each in operator_pages.ladders(FOLDERS[0]) if each.name == "attention")
     main = results.main_size(ladder.lessons)
-    lines = operators._rungs(ladder, main, lambda row: f" {operators.MARK}" * (row.rung == "skipped"), None)
-    marked = {line.split("`")[1]: line.count(operators.MARK) for line in lines.splitlines() if operators.MARK in line}
+    mark = operator_pages.MARK
+    lines = operator_pages._rungs(ladder, main, lambda row: f" {mark}" * (row.rung == "skipped"), None)
+    marked = {line.split("`")[1]: line.count(mark) for line in lines.splitlines() if mark in line}
     assert marked == {"skipped": 2, "edges": 1}  # its time and its gain; the gain over it
 
 
