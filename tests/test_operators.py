@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 from lessonkit.__main__ import app
 from lessonkit.base import device
+from lessonkit.base.files import write_atomically
 from lessonkit.commands import show
 from lessonkit.lesson import kernels
 from lessonkit.measure import launches, operator_bench, operator_rows, rows, stale, timing
 from lessonkit.measure.answers import fill_with_nan
-from lessonkit.pages import guides, shipped
+from lessonkit.pages import first_calls, guides, operator_pages, shipped
 
 import pytest
 import torch
@@ -547,6 +548,73 @@ def test_the_readmes_table_is_made_from_the_rows(tmp_path, timings, monkeypatch,
     gone = [dataclasses.replace(row, shape="M=1 N=1").sealed() for row in found]
     (folder / "operators.csv").write_text(operator_rows.as_csv(gone))
     assert shipped.from_rows(folder, language) == "", "shapes that are asked no longer"
+
+
+@pytest.fixture
+def page(tmp_path, timings, monkeypatch):
+    """page(row, ...) -> the page that is made of these rows, in English."""
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+
+    def made(*found):
+        write_atomically(tmp_path / "gpu" / "operators.csv", operator_rows.as_csv(found))
+        return first_calls.page(tmp_path / "gpu")
+
+    return made
+
+
+def of(operator, direction):
+    return [case for case in ALL if case.key[:2] == (operator, direction)]
+
+
+def test_a_first_call_that_compiled_nothing_does_not_count(page):
+    """It shows the order of the run, not what a user waits for. Nor does a call that failed."""
+    seconds = (0.3, 0.002, 0.1, 9.0, 0.5)
+    softmax = [fake(case, first_call_s=s) for case, s in zip(of("softmax", "forward"), seconds, strict=False)]
+    failed = fake(of("softmax", "forward")[5], first_call_s=70.0, error="wrong", peak_memory=9 * 10**9)
+    gelu = fake(of("gelu", "backward")[0], first_call_s=0.01)
+    lines = [line.split(" | ") for line in page(*softmax, failed, gelu).splitlines() if line.startswith("| `")]
+    assert [line[:5] for line in lines] == [
+        ["| `softmax`", "forward", "3 of 5", "0.5", "9.0"],
+        ["| `gelu`", "backward", "0 of 1", "", ""],
+    ]
+
+
+def test_the_largest_peak_stands_beside_its_shape(page):
+    found = [
+        fake(case, peak_memory=p) for case, p in zip(of("softmax", "forward"), (10**6, 2345 * 10**6), strict=False)
+    ]
+    (line,) = (line for line in page(*found).splitlines() if line.startswith("| `softmax`"))
+    assert line.endswith(f"| 2345 | {found[1].shape} bfloat16 |")
+
+
+def test_a_page_marks_an_operator_with_old_rows(page):
+    old = fake(of("softmax", "forward")[0], fingerprint="0.0.0.0")
+    new = fake(of("gelu", "forward")[0])
+    found = {
+        line.split("`")[1]: operator_pages.MARK in line for line in page(old, new).splitlines() if line[:3] == "| `"
+    }
+    assert found == {"softmax": True, "gelu": False}
+    assert operator_pages.MARK not in page(new)
+    assert page() == ""
+
+
+def test_times_that_lie_far_apart_are_listed(page):
+    calm, apart = (fake(case, p20=0.4, ms=0.5, p80=p80) for case, p80 in zip(of("softmax", "forward"), (0.6, 0.61),
+                                                                            strict=False))  # fmt: skip
+    assert first_calls.APART not in page(calm)
+    (line,) = page(calm, apart).partition(f"## {first_calls.APART}")[2].splitlines()[-1:]
+    assert line == f"| `softmax` | forward | {apart.shape} bfloat16 | 0.4 | 0.5 | 0.61 |"
+
+
+@pytest.mark.parametrize("language", shipped.HEADS)
+def test_a_worst_ratio_of_times_that_lie_far_apart_is_marked(page, tmp_path, language):
+    first, second = of("softmax", "forward")[:2]
+    page(fake(first, ratio=0.9, p80=0.9), fake(second, ratio=0.95))
+    text = shipped.from_rows(tmp_path / "gpu", language)
+    assert f"| 0.90 {operator_pages.APART} |" in text
+    assert text.count(operator_pages.APART) == 2, "in the table and at the note"
+    page(fake(first, ratio=0.9), fake(second, ratio=0.95, p80=0.9))
+    assert operator_pages.APART not in shipped.from_rows(tmp_path / "gpu", language), "the worst is calm"
 
 
 # ---- The command ----------------------------------------------------------------------------------------------------

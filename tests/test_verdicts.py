@@ -49,6 +49,27 @@ def test_imports_are_followed(course, tmp_path):
     }
 
 
+def test_a_module_that_is_imported_by_its_name_counts(course, tmp_path):
+    """Of course_ops, of the problems and of tests too. What is only named is not imported, and the kit's calls are not
+    followed: a lesson's verdict would depend on each operator that the kit judges."""
+    for name in (
+        "course_ops/scan.py",
+        "problems/scan.py",
+        "tests/test_scan.py",
+        "workloads/gpt.py",
+        "lessonkit/fuzz.py",
+    ):
+        course(name, "")
+    calls = 'import importlib\nimportlib.import_module("problems.scan")\nimport_module("course_ops.scan")\n'
+    text = f'{calls}words = "workloads.gpt"\nimport_module("tests.test_scan")\nimport lessonkit.fuzz\n'
+    test = course("tests/test_a.py", text)
+    kit = course("lessonkit/fuzz.py", 'import_module("workloads.gpt")')
+    found = {p.relative_to(tmp_path).as_posix() for p in verdicts.closure(frozenset([test]))}
+    named = {"problems/scan.py", "course_ops/scan.py", "tests/test_scan.py"}
+    assert found == {"tests/test_a.py", "lessonkit/fuzz.py", *named}
+    assert verdicts.closure(frozenset([kit])) == {kit}
+
+
 def test_a_file_that_is_no_python_imports_nothing(course, tmp_path):
     broken = course("day1_x/broken.py", "def (")
     assert verdicts.closure(frozenset([broken])) == {broken}

@@ -135,7 +135,9 @@ def imported(path: Path) -> tuple[Path, ...]:
 def _named(path: Path) -> list[str]:
     """What `_names` finds in a file, kept by the file's content: parsing the course takes seconds."""
     need_private(FOLDER)
-    asked = hashlib.sha256(f"{sys.version} {content(Path(__file__))} {content(path)}".encode()).hexdigest()
+    in_the_kit = path.is_relative_to(ROOT / "lessonkit")
+    known_by = sys.version, content(Path(__file__)), str(in_the_kit), content(path)
+    asked = hashlib.sha256(" ".join(known_by).encode()).hexdigest()
     place = FOLDER / f"{asked[:32]}.names.json"
     try:
         found: list[str] = json.loads(place.read_text())
@@ -144,15 +146,20 @@ def _named(path: Path) -> list[str]:
     except (OSError, ValueError):
         pass
     try:
-        found = sorted({*_names(ast.parse(path.read_bytes()))})
+        found = sorted({*_names(ast.parse(path.read_bytes()), in_the_kit=in_the_kit)})
     except (SyntaxError, ValueError):  # it cannot be imported, and so imports nothing
         found = []
     write_atomically(place, json.dumps(found))
     return found
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
-    """Modules, and what may be one: `from a import b` is a.b too, "day4.lesson" perhaps imported by its name."""
+def _names(tree: ast.AST, *, in_the_kit: bool) -> Iterator[str]:
+    """Modules, and what may be one: `from a import b` is a.b too, "day4.lesson" perhaps imported by its name.
+
+    import_module("course_ops.scan") in a lesson, a problem or a test names a module. The kit's own calls are left out:
+    it imports operators and their problems late, to judge them, and each lesson's verdict would depend on all of them.
+    A test for which the kit imports them names these files in `kept`.
+    """
     for node in _run(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -161,6 +168,8 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _LESSON.fullmatch(node.value):
             yield node.value
+        elif not in_the_kit and isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:

@@ -88,7 +88,7 @@ def said(row: Row) -> str:
     if row.error:
         return f"{' '.join(row.key)}: {row.error}"
     than = f"{row.ratio:.2f} of {row.best_peer}" if row.ratio else f"no ratio, {row.absent or 'no peer'}"
-    apart = f"; between {row.p20:.4g} and {row.p80:.4g} ms" if row.p80 > rows.DISTURBED * row.p20 else ""
+    apart = f"; between {row.p20:.4g} and {row.p80:.4g} ms" if row.disturbed else ""
     return f"{' '.join(row.key)}: {row.ms:.4g} ms, {than}, {row.percent_of_limit:.0f}% of the limit{apart}"
 
 

@@ -17,6 +17,7 @@ from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, Operator, Problem, Shape, Work, shape_name
 from lessonkit.measure import fingerprint
+from lessonkit.measure.rows import DISTURBED
 
 FILE = "operators.csv"
 BETWEEN = " | "  # entries of one cell
@@ -49,7 +50,7 @@ class Row:
     bytes: int
     flops: int
     first_call_s: float = 0.0  # compiles what no earlier shape of the process has compiled
-    peak_memory: int = 0  # bytes beyond the inputs
+    peak_memory: int = 0  # bytes of results and scratch at the worst moment of a later call (memory.peak_bytes)
     peers: str = ""  # "FA4 0.8353 | SDPA cuDNN 0.91": every peer with its ms
     absent: str = ""  # "quack: refuses, ... | liger: not installed": every other peer, and why
     error: str = ""  # why there is no time, or why it does not count
@@ -68,6 +69,11 @@ class Row:
     @property
     def judged(self) -> bool:
         return bool(self.ratio) and not self.error and self.ms >= JUDGED_MS
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the times of its calls lie far apart: another process used the GPU, or the call itself varies."""
+        return self.p80 > DISTURBED * self.p20
 
     def sealed(self) -> "Row":
         """The row with the seal that fits it."""

@@ -28,6 +28,7 @@ EVEN = 0.97  # of the best peer: what two runs differ by
 GAIN = 1.02  # over the rung before: less is nothing
 WORST = 5  # operators that are listed where a library is faster: the PDF has two pages
 PYTHON = ("Triton", "Gluon")  # one ladder climbs in these; an operator without them is told in its own language
+UNSTEADY = later("¶ The times at this shape lie far apart, which a ratio of medians does not show.")
 WAITS = {  # what helps, by what binds
     "memory": later("fewer bytes in all, or more of them in flight"),
     "compute": later("matmuls that run under what is none"),
@@ -454,8 +455,9 @@ def _legend(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table:
     unjudged = said(operator_pages.INCOMPLETE) * (operator_pages.UNJUDGED in cells)
     old = said(operator_pages.ABOUT) * (MARK in cells)
     elsewhere = said(operator_pages.FROM_ELSEWHERE) * (ELSEWHERE in cells)
+    apart = said(UNSTEADY) * (operator_pages.APART in cells)
     briefly = shares.briefly([c.best for c in found], table)
-    return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, elsewhere, old)
+    return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, elsewhere, apart, old)
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

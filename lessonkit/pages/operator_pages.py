@@ -23,6 +23,7 @@ Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
 UNJUDGED = "‡"  # in place of the ratio of an incomplete row
+APART = "¶"  # at the ratio of a row of operators.csv whose times lie far apart
 RATIOS_OF_STEPS = {"over its peers": "best peer, ms"}  # columns of steps' tables that hold ratios -> the peer's
 # What a page of one operator says.
 TITLE = later("{name}: every rung on {device}")

@@ -21,6 +21,7 @@ from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, in_wor
 from lessonkit.modes import compiled
 from lessonkit.pages import (
     final_report,
+    first_calls,
     glossary,
     guides,
     kit,
@@ -166,6 +167,8 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
             made[folder / f"{name}.md"] = page
         made |= operator_pages.pages(folder, today)
         made |= final_report.pages(folder, today)
+        if costs := first_calls.page(folder):
+            made[folder / first_calls.NAME] = costs
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
             made[sanitized.with_suffix(".md")] = watched.page(folder, lessons)
@@ -529,6 +532,9 @@ def _index(made: Collection[Path]) -> str:
             words = said("Each operator, beside the [roofline of every lesson]({file}):")
             parts.append(words.format(file=f"{gpu.name}/{roof.name}"))
         parts.append("".join(_link(gpu / file, said(op)) for file, op in computed.items() if gpu / file in made))
+        if gpu / first_calls.NAME in made:
+            words = said("`course_ops`: [seconds of a first call, and peak memory]({file}).")
+            parts.append(words.format(file=f"{gpu.name}/{first_calls.NAME}"))
         by_lesson.append(f"## {said('{gpu}, by lesson').format(gpu=gpu.name)}")
         by_lesson += [f"### {day}\n\n{links}" for day, links in _days(gpu, made)]
     parts += by_lesson

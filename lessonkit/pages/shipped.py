@@ -9,7 +9,7 @@ from lessonkit.measure import operator_rows
 from lessonkit.measure.operator_rows import Summary
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import operator_pages, results
-from lessonkit.pages.operator_pages import MARK, UNJUDGED
+from lessonkit.pages.operator_pages import APART, MARK, UNJUDGED
 
 # The operators of results.OPERATORS that each function computes, forward first.
 SHIPPED = {
@@ -61,6 +61,16 @@ here. The host's time of a call is not in the rows: it is hidden behind a kernel
 以及每次发布都会更换的随机尺寸上，与对手在同一轮次里计时。比值是最快对手的时间除以我们的时间：大于 1 表示我们更快。
 短于 20 微秒的形状有记录，但不在这里评判。记录不含主机一侧的调用时间：它藏在耗时更长的 kernel 后面。
 """,
+}
+MORE = {
+    "en": "[Seconds of a first call, and peak memory](../reports/{device}/operators.md).",
+    "zh": "[首次调用的秒数和峰值显存](../reports/{device}/operators.md)。",
+}
+UNSTEADY = {
+    "en": f"{APART} The times at this shape lie far apart, which a ratio of medians does not show: "
+    "[the times](../reports/{device}/operators.md).",
+    "zh": f"{APART} 这个形状的各次耗时相差很大，而中位数之比看不出这一点："
+    "[各次耗时](../reports/{device}/operators.md)。",
 }
 NO_RATIO = {
     "en": f"{UNJUDGED} No ratio at so many shapes: no peer takes the shape, or one was not installed, or the operator "
@@ -125,8 +135,10 @@ def from_rows(folder: Path, language: str) -> str:
     table = markdown(HEADS_OF_ROWS[language], body)
     further = ", ".join(f"{peer} (`{operator}`)" for operator, peer in further_peers())
     notes = [
+        MORE[language].format(device=folder.name),
         FURTHER[language].format(further),
         *[NO_RATIO[language]] * (UNJUDGED in table),
+        *[UNSTEADY[language].format(device=folder.name)] * (APART in table),
         *[MARKED[language]] * (MARK in table),
     ]
     return "\n".join([FROM_ROWS[language].format(device=folder.name), table, *(f"{note}\n" for note in notes)])
@@ -136,8 +148,12 @@ def worst(s: Summary) -> list[str]:
     """Cells: the ratio at the worst shape, that shape, and its best peer."""
     if s.worst is None:
         return [""] * 3
-    at = f"{s.worst.shape} {s.worst.dtype}" + f", {s.worst.data}" * (s.worst.data != "random")
-    return [f"{s.worst.ratio:.2f}", at, s.worst.best_peer]
+    return [f"{s.worst.ratio:.2f}" + f" {APART}" * s.worst.disturbed, place(s.worst), s.worst.best_peer]
+
+
+def place(row: operator_rows.Row) -> str:
+    """Shape, dtype and data, if these are not random."""
+    return f"{row.shape} {row.dtype}" + f", {row.data}" * (row.data != "random")
 
 
 def further_peers() -> list[tuple[str, str]]:
