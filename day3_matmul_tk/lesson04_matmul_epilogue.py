@@ -282,7 +282,7 @@ LESSON = Lesson(
     ),
     checks=(
         *PROBLEM.checks,
-        case("the residual's rows are longer; bytes are counted", M=128, N=128, K=16, residual=True, pad=8),
+        case("the residual's rows are longer than used; bytes are counted", M=128, N=128, K=16, residual=True, pad=8),
     ),
     wrong=WRONG,
     claims={residual_fused: ("wgmma", "cp.async", "no spills"), linear_gelu: ("wgmma", "tma", "no spills")},
