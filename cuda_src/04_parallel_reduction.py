@@ -118,6 +118,7 @@ LESSON = Lesson(
             "race",
         ),
         Mutant("blocks rounded down", "in_levels", "course::ceil_div(n, per_block)", "n / per_block", "sum_first_add"),
+        Mutant("the second number alone", "sum_tree_kernel", "mine += i + ", "mine = i + ", "sum_first_add"),
         Mutant("half a warp", "warp_sum", "s = 16", "s = 8", "sum_shuffle"),
         Mutant("warps' sums read too early", "block_sum", "__syncthreads();", "", "sum_shuffle", "race"),
     ),

@@ -138,6 +138,14 @@ LESSON = Lesson(
             "multiply_one_block",
         ),
         Mutant(
+            "a thread's columns side by side",
+            "pipelined_kernel",
+            "at.column + x + 8 * s",
+            "at.column + x + s",
+            "multiply_one_block",
+            "race",
+        ),
+        Mutant(
             "the second four rows begin too early",
             "vectorized_kernel",
             "WARP_TILES ? 16 : 4",

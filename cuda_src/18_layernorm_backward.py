@@ -158,6 +158,7 @@ LESSON = Lesson(
                "layernorm_backward_warp"),
         Mutant("odd widths have no rung", "layernorm_backward", "return layernorm_backward_naive(t, stream)", "return",
                "layernorm_backward", "nan"),
+        Mutant("the mean of g forgotten in each vector", "store_dx", " - means.y", "", "layernorm_backward"),
         Mutant("warps replace each other's sums", "backward_kernel", "add_to<T>(block, n, i == 0,",
                "add_to<T>(block, n, true,", "layernorm_backward_warp"),
         Mutant("warps add at the same time", "backward_kernel",

@@ -204,6 +204,7 @@ LESSON = Lesson(
         Mutant("sum not rescaled", "softmax_online_kernel", "s * tl.exp(m - m_new)", "s", "softmax_online"),
         Mutant("starts at -inf", "softmax_online_kernel", "m = LOWEST", 'm = -float("inf")', "softmax_online", "nan"),
         Mutant("x divided, not exp(x - m)", "softmax_unfused", '("divide", y)', '("divide", x)', "softmax_unfused"),
+        Mutant("the sum of the last block alone", "step_kernel", "s += tl.sum", "s = tl.sum", "softmax_unfused"),
     ),
     claims={softmax_row: ("16-byte loads", "16-byte stores")},
     passes={softmax_unfused: 2.5, softmax_row: 1, softmax_online: 1.5},

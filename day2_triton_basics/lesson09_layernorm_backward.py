@@ -247,6 +247,8 @@ WRONG = (
     Mutant("dw of the raw x", "load_rows", "dy, (x - mean) * rstd", "dy, x * rstd", "layernorm_backward_naive"),
     Mutant("sums that start at nothing", "layernorm_backward_atomic", "torch.zeros((2, N)", "torch.empty((2, N)",
            "layernorm_backward_atomic", "nan"),
+    Mutant("rows replace each other's db", "dx_kernel", 'tl.atomic_add(db_ptr + cols, dy, mask=mask, sem="relaxed")',
+           "tl.store(db_ptr + cols, dy, mask=mask)", "layernorm_backward_atomic"),
     Mutant("partial dw kept in half precision", "layernorm_backward_kernel", "dw += dy * x_hat",
            "dw = (dw + dy * x_hat).to(tl.float16).to(tl.float32)", "layernorm_backward_persistent"),
     Mutant("every second tile of rows skipped", "layernorm_backward_kernel", "rows + programs * ROWS",

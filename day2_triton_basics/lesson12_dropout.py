@@ -224,6 +224,7 @@ LESSON = Lesson(
         Mutant("the seed's high half lost", "philox", "tl.uint64) >> 32)", "tl.uint64) >> 63)", "wide_product"),
         Mutant("kept elements not scaled up", "seeded_kernel", "x * scale", "x", "seeded"),
         Mutant("the stored mask's elements not scaled up", "stored_mask", "y, n, scale", "y, n, 1.0", "stored_mask"),
+        Mutant("a mask of what is dropped", "draw_kernel", ">= drop", "< drop", "stored_mask"),
         Mutant("a product, not a choice", "_launch", "torch.zeros_like(x)", "x * torch.inf * 0", "four_words", "nan"),
         Mutant("mask too wide", "two_calls_kernel", "n - first", "n + 8 - first", "wide_product", "out of bounds"),
         Mutant("the threshold wraps to 0", "_launch", "drop > LOW", "p == 1", "wide_product"),

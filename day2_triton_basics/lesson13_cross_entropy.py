@@ -211,6 +211,7 @@ _WRONG = (
     Mutant("no maximum: exp overflows", "row_kernel", "x - m[:, None]", "x", "cross_entropy_row"),
     Mutant("the last targets are not picked", "cross_entropy_unfused", "triton.cdiv(M, 128)", "M // 128",
            "cross_entropy_unfused", "nan"),
+    Mutant("lse without the maximum", "log_softmax_kernel", "m + log_s", "log_s", "cross_entropy_unfused"),
     Mutant("lanes past the end count as 0", "row_kernel", 'other=-float("inf")', "other=0.0", "cross_entropy_row"),
     Mutant("an ignored row has a loss", "finish", "target == IGNORE", "target == 100", "cross_entropy_row", "nan"),
     Mutant("two large numbers subtracted", "finish", "log_s - (logit - m)", "m + log_s - logit", "cross_entropy_row"),

@@ -346,6 +346,7 @@ LESSON = Lesson(
     wrong=(
         Mutant("no mask along K", "dot_steps", "(rows < M) & (ks < K)[None, :]", "rows < M", "tiles", "out of bounds"),
         Mutant("parts in 16 bits", "tiles", "torch.float32", "torch.bfloat16", "split_k"),
+        Mutant("the last part alone", "add_splits_kernel", "acc += tl.load", "acc = tl.load", "split_k"),
         Mutant("a row past K", "matvec_kernel", "(ks < K)[None, :]", "(ks <= K)[None, :]", "matvec", "out of bounds"),
         Mutant("only one program helps", "stream_k_kernel", "while to_step <", "if to_step <", "stream_k"),
         Mutant("the owner adds its own", "stream_k_kernel", "parts_ptr + helper", "parts_ptr + me", "stream_k", "nan"),

@@ -22,7 +22,7 @@ Time it:   python3 course.py bench lesson04_matmul_epilogue
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Prediction, device, expect, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Prediction, case, device, expect, num_sms, tma_takes
 from lessonkit.modes.opaque import INTERPRETED
 
 import torch
@@ -237,7 +237,9 @@ WRONG = (
     Mutant("bias by row", "matmul_kernel", "ptr + cols, mask=cols", "ptr + rows, mask=rows", "residual_fused"),
     Mutant("the bias after the GELU", "unfused", "_tiles(x, w), bias=bias), gelu=True)",
            "_tiles(x, w), gelu=True), bias=bias)", "unfused"),
+    Mutant("the residual's rows N apart", "pointwise_kernel", "rows * stride_r", "rows * N", "unfused"),
     Mutant("the bias forgotten", "bias_fused", "_tiles(x, w, bias)", "_tiles(x, w)", "bias_fused"),
+    Mutant("no bias in the last column", "matmul_kernel", "mask=cols < N,", "mask=cols < N - 1,", "bias_fused"),
     Mutant("sums rounded", "matmul_kernel", "gelu(z)", "gelu(z.to(tl.float16).to(tl.float32))", "gelu_fused"),
     Mutant("the residual inside the GELU", "persistent_kernel", "z += residual_desc.load([row, start]).to(tl.float32)",
            "z = gelu(z + residual_desc.load([row, start]).to(tl.float32))", "linear_gelu"),
@@ -277,6 +279,10 @@ LESSON = Lesson(
             why="The cause is not known.",
         ),
         Prediction(rung=linear_gelu, at=PLAIN, tflop_per_s=660),
+    ),
+    checks=(
+        *PROBLEM.checks,
+        case("the residual's rows are longer than used; bytes are counted", M=128, N=128, K=16, residual=True, pad=8),
     ),
     wrong=WRONG,
     claims={residual_fused: ("wgmma", "cp.async", "no spills"), linear_gelu: ("wgmma", "tma", "no spills")},

@@ -1,19 +1,28 @@
-"""Day 3, beside its lessons: offsets of a grouped matmul that no host can refuse, the files of the Hopper ladder."""
+"""Day 3, beside its lessons: offsets of a grouped matmul that no host can refuse, the files of the Hopper ladder, and
+a mutant of the kernel that `autotuned` launches."""
 
 import ast
 import inspect
 from pathlib import Path
 
+from lessonkit import Mutant
 from lessonkit.base.files import ROOT
-from lessonkit.judge import check
+from lessonkit.judge import check, verify
 
 import pytest
 import torch
 
-from day3_matmul_tk import lesson08_grouped_matmul, lesson09_matmul_hopper
+from day3_matmul_tk import lesson01_matmul, lesson08_grouped_matmul, lesson09_matmul_hopper
 from problems import grouped_matmul
 
 pytestmark = pytest.mark.kept
+
+# Not in the lesson: day 5's sweep of its kernel counts all that the lesson declares, and would have to be timed anew.
+AUTOTUNED = Mutant("tiles transposed", "grouped_kernel", "tile_m, tile_n, M", "tile_n, tile_m, M", "autotuned", "nan")
+
+
+def test_a_mutant_of_the_autotuned_kernel_is_rejected():
+    assert verify.mutant(lesson01_matmul.__name__, lesson01_matmul.LESSON, AUTOTUNED)
 
 
 @pytest.mark.parametrize("rung", lesson08_grouped_matmul.LESSON.rungs, ids=lambda rung: rung.__name__)

@@ -1,13 +1,16 @@
 """The repository keeps its own promises: generated files are fresh, both languages are there, nothing private leaks."""
 
+import ast
 import re
 import subprocess
 import sys
 from fnmatch import fnmatch
 
+from lessonkit.base import cpp_text
 from lessonkit.base.files import ROOT, environment
 from lessonkit.base.tables import head, read_csv
 from lessonkit.cuda import sass, toolchain
+from lessonkit.judge import mutants
 from lessonkit.lesson import discover
 from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.measure import rows, stale
@@ -179,3 +182,51 @@ def test_every_rung_is_named_by_a_mutant():
         if rung.__name__ not in {mutant.rung for mutant in lesson.wrong}
     ]
     assert not unnamed, f"no wrong version of {', '.join(unnamed)} is known to be caught: add a Mutant to its lesson"
+
+
+# Rungs whose lesson has no mutant of device code for them, and where it is.
+MUTANT_ELSEWHERE = {
+    "day3_matmul_tk.lesson01_matmul.autotuned": "tests/test_day3.py",
+    # Of PyTorch's calls and a kernel of course_ops.
+    "day4_replace_op.lesson20_add_norm_backward.norm_then_add": "tests/operators/layer_norm.py",
+}
+
+
+def changes_device_code(name, mutant):
+    """Whether the function that the mutant changes is of Triton, of Gluon, or CUDA C++ for a GPU."""
+    before = mutants._texts(name, mutant.rung)
+    after = mutants.changed(before, name, mutant)
+    ((path, text),) = [(path, text) for path, text in before if after[path] != text]
+    if path.suffix == ".py":
+        found = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == mutant.where]
+        return any("jit" in ast.unparse(decorator) for decorator in found[0].decorator_list)
+    codes = [text[d.start : d.stop] for d in cpp_text.definitions(text) if d.name == mutant.where]
+    return any(mutant.old in code and re.search("__(global|device)__", code) for code in codes)
+
+
+def test_every_rung_is_named_by_a_mutant_of_its_kernel():
+    """A rung may share the kernel, or a device function, with another: that the mutant is rejected shows it runs."""
+    unnamed = {
+        f"{name}.{rung.__name__}"
+        for name, lesson in lesson_kernels()
+        for rung in lesson.rungs
+        if not any(m.rung == rung.__name__ and changes_device_code(name, m) for m in lesson.wrong)
+    }
+    assert unnamed == {*MUTANT_ELSEWHERE}, "add a Mutant whose `where` is a kernel to the lessons of these rungs"
+    assert all((ROOT / path).is_file() for path in MUTANT_ELSEWHERE.values())
+
+
+@pytest.mark.parametrize(
+    ("lesson", "why", "is_device_code"),
+    [
+        ("day2_triton_basics.lesson05_softmax", "no maximum subtracted", True),
+        ("day2_triton_basics.lesson05_softmax", "x divided, not exp(x - m)", False),
+        ("cuda_src.04_parallel_reduction", "no barrier between steps", True),  # in a struct of device functions
+        ("cuda_src.04_parallel_reduction", "blocks rounded down", False),
+        ("cuda_src.18_layernorm_backward", "dw of the raw x", True),  # in a header
+        ("cuda_src.05_stream_overlap", "the last chunk forgotten", False),
+    ],
+)
+def test_a_mutant_of_a_launcher_is_none_of_its_kernel(lesson, why, is_device_code):
+    (mutant,) = [m for m in dict(lesson_kernels())[lesson].wrong if m.why == why]
+    assert bool(changes_device_code(lesson, mutant)) is is_device_code
