@@ -132,8 +132,11 @@ def _of_target(limit: str) -> int:
 
 
 def fp32_precision() -> str:
-    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to.
+
+    torch.get_float32_matmul_precision would raise where torch.backends.fp32_precision or a backend's own was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def tma_takes(*tensors: Tensor) -> bool:

@@ -52,6 +52,35 @@ def shared_memory() -> int:
 def name() -> str:
     return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"
 """,
+    # With PyTorch's default settings, which all rows and random cases have: the same answers. Now a setting of
+    # torch.backends counts too.
+    "course_ops._common": """
+def fp32_precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+""",
+    "problems.matmul": """
+def precision():
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+""",
+    # Of tensors without the negative bit, outside torch.jit.trace: the same answers.
+    "course_ops._registration": """
+def unobserved(*tensors: Tensor | None) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    gradients = torch.is_grad_enabled()
+    for t in tensors:
+        if t is not None and not (_plain_on_gpu(t) and not (gradients and t.requires_grad)):
+            return False
+    return (
+        not torch.is_autocast_enabled("cuda")
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+    )
+
+def _plain_on_gpu(t: Tensor) -> bool:
+    return t.is_cuda and type(t) in (Tensor, Parameter)
+""",
     # With one head size and no softcap: the same inputs, work and answers.
     "problems.attention": """
 def reference(q, k, v, causal=False, window=None, scale=None):
