@@ -36,7 +36,8 @@ def unobserved(*tensors: Tensor | None) -> bool:
     """Whether an operator's Python function may be called on these tensors directly, past PyTorch's dispatcher.
 
     The dispatcher costs the host as much as several launches. An operator needs it for tensors that are not on a GPU,
-    for subclasses of Tensor, and for a gradient. Autocast, modes, transforms, compilers and profilers need it too.
+    for subclasses of Tensor, for views with the negative bit (z.conj().imag), and for a gradient. Autocast, modes,
+    transforms, compilers, torch.jit.trace and profilers need it too.
     """
     if torch.compiler.is_compiling():  # first, since the compiler cannot trace what follows
         return False
@@ -46,6 +47,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
             return False
     return (
         not torch.is_autocast_enabled("cuda")
+        and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.autograd._profiler_enabled()
@@ -53,7 +55,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
 
 
 def _plain_on_gpu(t: Tensor) -> bool:
-    return t.is_cuda and type(t) in (Tensor, Parameter)
+    return t.is_cuda and type(t) in (Tensor, Parameter) and not t.is_neg()
 
 
 def _cast(t: Tensor) -> Tensor:
