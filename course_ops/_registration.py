@@ -71,14 +71,17 @@ def once_differentiable(operator: Any, name: str, instead: str) -> None:
     operator.register_autograd(refuse)
 
 
-def once(name: str, instead: str, gradient: Tensor, dloss: Tensor) -> Tensor:
-    """A gradient of course_ops.<name> that no operator computes: its derivative is an error with advice."""
-    return _Once.apply(name, instead, gradient.requires_grad_(), dloss)
+def once(name: str, instead: str, gradient: Tensor, *origins: Tensor) -> Tensor:
+    """A gradient of course_ops.<name> that no operator computes: its derivative is an error with advice.
+
+    origins: what it depends on. Else torch.autograd.grad would find None for their derivative, and no error.
+    """
+    return _Once.apply(name, instead, gradient.requires_grad_(), *origins)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, instead: str, gradient: Tensor, dloss: Tensor) -> Tensor:
+    def forward(ctx: Any, name: str, instead: str, gradient: Tensor, *origins: Tensor) -> Tensor:
         ctx.advice = _advice(name, instead)
         return gradient.view_as(gradient)
 

@@ -399,6 +399,16 @@ def test_a_second_derivative_of_a_loss_that_is_linear_in_it_is_an_error_with_adv
         tensors["x"].grad.sum().backward()
 
 
+@pytest.mark.parametrize("first", ["x", "weight"])
+@pytest.mark.parametrize("second", ["x", "weight"])
+def test_a_second_derivative_that_may_be_unused_is_an_error_too(first, second):
+    tensors = made("linear_cross_entropy", at=torch.device("cpu"))
+    loss = course_ops.linear_cross_entropy(**tensors)
+    (gradient,) = torch.autograd.grad(loss, tensors[first], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"course_ops\.linear_cross_entropy has no second derivative"):
+        torch.autograd.grad(gradient.sum(), tensors[second], allow_unused=True)
+
+
 def test_a_derivative_of_attention_backward_is_an_error_with_advice():
     tensors = made("attention_backward", at=torch.device("cpu"))
     tensors["q"].requires_grad_()
