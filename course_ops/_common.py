@@ -193,8 +193,9 @@ def expect_tensor(name: str, t: object, advice: str = "") -> None:
         advice = advice or ("pass one" if t is None else "wrap it in torch.as_tensor")
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {advice}")
     if not is_dense(t):
-        advice = f"pass the tensors of {name}.unbind() one by one" if t.is_nested else f"call {name}.to_dense()"
-        raise TypeError(f"{name} has layout {t.layout}: {advice}")
+        if t.is_nested:  # its layout may be torch.strided
+            raise TypeError(f"{name} is a nested tensor: pass the tensors of {name}.unbind() one by one")
+        raise TypeError(f"{name} has layout {t.layout}: call {name}.to_dense()")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise RuntimeError(
             f"{name} has a tangent, and course_ops has no forward-mode derivatives: use reverse mode (backward)"

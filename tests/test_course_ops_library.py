@@ -490,10 +490,11 @@ def test_a_sparse_tensor_is_an_error_that_says_what_to_call(name):
         CALLS[name][0](**tensors | {first: tensors[first].detach().to_sparse()})
 
 
-def test_a_nested_tensor_is_an_error():
-    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)], layout=torch.jagged)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_nested_tensor_is_an_error(layout):
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)], layout=layout)
     for call in (course_ops.gelu, lambda x: course_ops.attention(x, x, x)):
-        with pytest.raises(TypeError, match=r"has layout torch.jagged: pass the tensors of"):
+        with pytest.raises(TypeError, match=r"is a nested tensor: pass the tensors of"):
             call(nested)
 
 
