@@ -20,7 +20,7 @@ from torch import Tensor
 from course_ops.attention import attention
 
 NAME = "course_ops"
-Mask = Callable[..., Tensor]  # batch, head, query, key -> whether the query sees the key
+Mask = Callable[..., Any]  # batch, head, query, key -> whether the query sees the key
 
 
 def register() -> None:
@@ -130,7 +130,7 @@ def model_attention(
     if others.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q (packed sequences) is not there: call course_ops.attention_varlen")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = {"causal": causal, "window": sliding_window, "scale": scaling, "softcap": softcap}
+    options: dict[str, Any] = {"causal": causal, "window": sliding_window, "scale": scaling, "softcap": softcap}
     if attention_mask is None:
         out = attention(query, key, value, **options)
     else:
