@@ -132,8 +132,11 @@ def _of_target(limit: str) -> int:
 
 
 def fp32_precision() -> str:
-    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to.
+
+    torch.get_float32_matmul_precision would raise where torch.backends.fp32_precision or a backend's own was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def tma_takes(*tensors: Tensor) -> bool:
@@ -190,8 +193,9 @@ def expect_tensor(name: str, t: object, advice: str = "") -> None:
         advice = advice or ("pass one" if t is None else "wrap it in torch.as_tensor")
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {advice}")
     if not is_dense(t):
-        advice = f"pass the tensors of {name}.unbind() one by one" if t.is_nested else f"call {name}.to_dense()"
-        raise TypeError(f"{name} has layout {t.layout}: {advice}")
+        if t.is_nested:  # its layout may be torch.strided
+            raise TypeError(f"{name} is a nested tensor: pass the tensors of {name}.unbind() one by one")
+        raise TypeError(f"{name} has layout {t.layout}: call {name}.to_dense()")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise RuntimeError(
             f"{name} has a tangent, and course_ops has no forward-mode derivatives: use reverse mode (backward)"

@@ -36,7 +36,8 @@ def unobserved(*tensors: Tensor | None) -> bool:
     """Whether an operator's Python function may be called on these tensors directly, past PyTorch's dispatcher.
 
     The dispatcher costs the host as much as several launches. An operator needs it for tensors that are not on a GPU,
-    for subclasses of Tensor, and for a gradient. Autocast, modes, transforms, compilers and profilers need it too.
+    for subclasses of Tensor, for views with the negative bit (z.conj().imag), and for a gradient. Autocast, modes,
+    transforms, compilers, torch.jit.trace and profilers need it too.
     """
     if torch.compiler.is_compiling():  # first, since the compiler cannot trace what follows
         return False
@@ -46,6 +47,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
             return False
     return (
         not torch.is_autocast_enabled("cuda")
+        and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.autograd._profiler_enabled()
@@ -53,7 +55,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
 
 
 def _plain_on_gpu(t: Tensor) -> bool:
-    return t.is_cuda and type(t) in (Tensor, Parameter)
+    return t.is_cuda and type(t) in (Tensor, Parameter) and not t.is_neg()
 
 
 def _cast(t: Tensor) -> Tensor:
@@ -69,14 +71,17 @@ def once_differentiable(operator: Any, name: str, instead: str) -> None:
     operator.register_autograd(refuse)
 
 
-def once(name: str, instead: str, gradient: Tensor, dloss: Tensor) -> Tensor:
-    """A gradient of course_ops.<name> that no operator computes: its derivative is an error with advice."""
-    return _Once.apply(name, instead, gradient.requires_grad_(), dloss)
+def once(name: str, instead: str, gradient: Tensor, *origins: Tensor) -> Tensor:
+    """A gradient of course_ops.<name> that no operator computes: its derivative is an error with advice.
+
+    origins: what it depends on. Else torch.autograd.grad would find None for their derivative, and no error.
+    """
+    return _Once.apply(name, instead, gradient.requires_grad_(), *origins)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, instead: str, gradient: Tensor, dloss: Tensor) -> Tensor:
+    def forward(ctx: Any, name: str, instead: str, gradient: Tensor, *origins: Tensor) -> Tensor:
         ctx.advice = _advice(name, instead)
         return gradient.view_as(gradient)
 

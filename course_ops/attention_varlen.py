@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import FLOATS, expect, expect_device, on_device, runs_kernel
+from course_ops._common import FLOATS, expect, expect_device, expect_int, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.attention import (
     Call,
@@ -61,6 +61,7 @@ def attention_varlen(
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(n, int | torch.SymInt):
             raise TypeError(f"{name} is {n!r}, expected an int: a number on the host, not a tensor")
+        expect_int(**{name: n})
     options = causal, window, scale, softcap
     return torch.ops.course_ops.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import expect, expect_number, on_device, runs_kernel
+from course_ops._common import expect, expect_bool, expect_number, on_device, runs_kernel
 from course_ops.kernels import dropout as kernels
 
 _LOW = 0xFFFFFFFF
@@ -22,15 +22,16 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
 
     Returns x itself if not training or if p is 0, otherwise a contiguous tensor of x's shape and dtype. The backward
     needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
-    Raises TypeError for another dtype, or a p or a seed of another type. Raises ValueError for a p or a seed out of
-    range, and RuntimeError without a seed while a CUDA graph is captured.
+    Raises TypeError for another dtype, or an option of another type. Raises ValueError for a p or a seed out of range,
+    and RuntimeError without a seed while a CUDA graph is captured.
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
     """
     expect(x=x)
     expect_number(p=p)
+    expect_bool(training=training)
     if not 0 <= p <= 1:
         raise ValueError(f"p is {p!r}, expected a probability from 0 to 1")
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed is {seed!r}, expected an int or None")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2^63 - 1")

@@ -46,7 +46,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     K in float32, are one part where a gradient is wanted: their logits take no more memory than a sum of dW in float32,
     which parts need. The logits' gradient is known up to a factor as soon as the loss is. So the forward makes dx and
     dW at once if a gradient is wanted, and keeps them. The backward multiplies them by that factor in float32. They are
-    kept up to 256 times as large as the mean's, so that small ones do not become 0 in float16.
+    kept up to 256 times as large as the mean's, so that small ones do not become 0 in float16. x and weight are kept
+    too, as torch.nn.functional.linear keeps them.
     TypeError for another dtype, ValueError for another shape.
     Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
     """
@@ -147,7 +148,7 @@ def _(x, weight, targets, ignore_index, gradients):
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     if not inputs[4]:
         raise ValueError("gradients must be True where a gradient is wanted: call course_ops.linear_cross_entropy")
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1:], *inputs[:2])  # inputs: to lead autograd from a gradient to the error of `once`
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -167,11 +168,11 @@ def _(gradient, factor):
 
 
 def _gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    dx, dw, rows = ctx.saved_tensors
+    dx, dw, rows, *inputs = ctx.saved_tensors
     factor = dloss.detach() / rows  # detached: _scaled has no derivative
     dx, dw = (_scaled(g, factor) if needed else None for g, needed in zip((dx, dw), ctx.needs_input_grad, strict=False))
     if torch.is_grad_enabled():  # create_graph=True: to autograd what was saved are constants, with derivatives of 0
-        dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g, dloss) for g in (dx, dw))
+        dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g, dloss, *inputs) for g in (dx, dw))
     return dx, dw, None, None, None
 
 

@@ -189,6 +189,8 @@ def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT, others
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(classes, type):
         raise TypeError(f"classes is {classes.__name__}, expected a sequence of classes: pass ({classes.__name__},)")
+    if classes is None:
+        raise TypeError("classes is None, expected a sequence of classes: leave it out for the default")
     classes = tuple(classes)
     if unknown := [c for c in classes if c not in REPLACEMENTS]:
         known = ", ".join(c.__name__ for c in REPLACEMENTS)

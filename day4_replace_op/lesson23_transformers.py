@@ -1,8 +1,8 @@
 """Hugging Face models with our attention: registered, not patched
 ================================================================
 Models of transformers look attention up in a table, by the name in config._attn_implementation. Two lines register an
-entry: a function that computes attention, and one that makes its mask. course_ops.transformers has both, 90 lines: read
-them first. GPT-2 and Llama (grouped keys and values, rotary positions) run here with random weights, so nothing is
+entry: a function that computes attention, and one that makes its mask. course_ops.transformers has both, 160 lines:
+read them first. GPT-2 and Llama (grouped keys and values, rotary positions) run here with random weights, so nothing is
 downloaded, and answer as they do with "sdpa".
 
 Training and generating differ in their shapes. With a cache of keys a step has one query and S_k keys. A prompt that
@@ -140,7 +140,7 @@ def refused():
         with _raises(says, ValueError):
             model(tokens, attention_mask=mask)
     q = torch.randn(1, 2, 3, 64, device=DEVICE)
-    for option, says in (({"dropout": 0.1}, "set it to 0"), ({"softcap": 30.0}, "softcap")):
+    for option, says in (({"dropout": 0.1}, "set it to 0"), ({"s_aux": q}, "s_aux")):
         with _raises(says, ValueError):
             model_attention(torch.nn.Identity(), q, q, q, None, **option)
 

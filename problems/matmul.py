@@ -30,7 +30,7 @@ def empty_product(a, b):
 
 def precision():
     """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) if PyTorch's users allow it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def inputs(M, N, K, dtype=torch.float32, transposed="", pad=0):

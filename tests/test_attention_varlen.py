@@ -173,6 +173,7 @@ REFUSED = (
     (refused(5, lambda n: 4), ValueError, "max_seqlen_q is 4: pass more"),
     (refused(6, lambda n: torch.tensor(9)), TypeError, "a number on the host"),
     (refused(5, lambda n: -1), ValueError, "max_seqlen_q = -1"),
+    (refused(5, lambda n: 2**63), ValueError, "max_seqlen_q is 9223372036854775808, expected an int of 64 bits"),
     (refused(5, lambda n: n, window=4), ValueError, "needs causal=True"),
     (refused(5, lambda n: n, softcap=0.0), ValueError, "softcap = 0.0"),
 )

@@ -564,7 +564,8 @@ def test_models_of_transformers_answer_as_with_sdpa():
 TOKENS = torch.zeros(1, 2, 6, 8)
 REFUSED_BY_MODELS = (
     ({"dropout": 0.1}, None, "set it to 0"),
-    ({"softcap": 30.0}, None, "softcap is not there"),
+    ({"position_bias": TOKENS}, None, "position_bias is not there"),
+    ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, None, "call course_ops.attention_varlen"),
     ({}, torch.tensor([[1, 1, 0, 1, 1, 1]]), "sequence 0 has a hole"),
     ({}, torch.zeros(1, 1, 6, 6), r"expected \(1, 6\)"),
 )
@@ -576,6 +577,171 @@ def test_models_are_told_what_is_not_there(options, padding, words):
 
     with pytest.raises(ValueError, match=words):
         model_attention(torch.nn.Identity(), TOKENS, TOKENS, TOKENS, padding, **options)
+
+
+SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97, "intermediate_size": 64,
+    "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+WINDOWED = SMALL | {"num_key_value_heads": 2, "sliding_window": 4}
+GEMMA_2 = WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+CHUNKED = SMALL | {
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 4,
+    "num_local_experts": 1,
+}  # fmt: skip
+
+
+def model_of(config, options, kind="AutoModelForCausalLM"):
+    """A small random model of transformers, by the name of its config; attention is computed by transformers."""
+    import course_ops.transformers as ours
+
+    transformers = pytest.importorskip("transformers")
+    ours.register()
+    torch.manual_seed(0)
+    made = getattr(transformers, kind).from_config(
+        getattr(transformers, config)(**options), attn_implementation="eager"
+    )
+    return made.eval().to(device.DEVICE)
+
+
+def answers_as_eager(model, ask):
+    from course_ops.transformers import NAME
+
+    found = []
+    for name in ("eager", NAME):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(ask(model))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [("LlamaConfig", SMALL), ("MistralConfig", WINDOWED), ("Gemma2Config", GEMMA_2)],
+    ids=["full", "window", "hybrid with softcap"],
+)
+def test_models_with_windows_and_soft_caps_answer_as_eager(config, options):
+    model = model_of(config, options)
+    tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
+    padding = torch.ones_like(tokens)
+    padding[1, :4] = 0
+    answers_as_eager(model, lambda m: m(tokens).logits)
+    answers_as_eager(model, lambda m: m(tokens[:1, :1]).logits)
+    for given in ({}, {"attention_mask": padding}):
+        answers_as_eager(model, lambda m, given=given: m.generate(tokens, max_new_tokens=6, do_sample=False, **given))
+    answers_as_eager(model, lambda m: m.generate(tokens[:1, :2], max_new_tokens=6, do_sample=False))
+
+
+def test_encoders_and_cross_attention_answer_as_eager():
+    tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
+    padding = torch.ones_like(tokens)
+    padding[1, 7:] = 0
+    bert = model_of("BertConfig", SMALL | {"attention_probs_dropout_prob": 0.0}, "AutoModel")
+    answers_as_eager(bert, lambda m: m(tokens, attention_mask=padding).last_hidden_state[padding.bool()])
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
+             (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    ends = {"bos_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None, "pad_token_id": 0}
+    bart = model_of(
+        "BartConfig",
+        sizes | ends | {"vocab_size": 97, "d_model": 32, "init_std": 0.2, "decoder_start_token_id": 2},
+        "AutoModelForSeq2SeqLM",
+    )
+    answers_as_eager(bart, lambda m: m(tokens, attention_mask=padding, decoder_input_ids=tokens[:, :5]).logits)
+    answers_as_eager(bart, lambda m: m.generate(tokens, attention_mask=padding, max_new_tokens=4, do_sample=False))
+
+
+def packed(model, tokens):
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]], device=tokens.device)
+    return model(tokens, position_ids=positions, use_cache=False)
+
+
+MASKS_REFUSED = (
+    ("LlamaConfig", SMALL, packed),
+    ("MistralConfig", WINDOWED, packed),
+    ("Llama4TextConfig", CHUNKED, lambda m, t: m(t)),
+    ("Llama4TextConfig", CHUNKED, lambda m, t: m.generate(t[:, :2], max_new_tokens=6, do_sample=False)),
+)
+
+
+@pytest.mark.parametrize(("config", "options", "ask"), MASKS_REFUSED, ids=["packed", "window", "chunks", "generated"])
+def test_a_mask_that_the_operator_lacks_is_an_error(config, options, ask):
+    from course_ops.transformers import NAME
+
+    model = model_of(config, options)
+    model.set_attn_implementation(NAME)
+    tokens = torch.randint(1, 97, (1, 11), device=device.DEVICE)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"packed sequences, of chunks.* use attn_implementation"):
+        ask(model, tokens)
+
+
+@pytest.mark.parametrize("first", [3, 1])
+def test_a_static_cache_is_an_error(first):
+    from course_ops.transformers import NAME
+
+    model = model_of("LlamaConfig", SMALL)
+    model.set_attn_implementation(NAME)
+    tokens = torch.randint(1, 97, (1, first), device=device.DEVICE)
+    with pytest.raises(ValueError, match="as a static cache has them, are not there: use a dynamic cache"):
+        model.generate(tokens, max_new_tokens=3, do_sample=False, cache_implementation="static")
+
+
+def blocks(*ids):
+    return {"block_sequence_ids": torch.tensor([ids], device=device.DEVICE)}
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (blocks(-1, -1, -1, -1), False),
+        (blocks(-1, 0, 0, -1), True),
+        (blocks(0, 0, 0, 0), True),  # all tokens see all, and the layers are causal
+        ({"or_mask_function": lambda b, h, q, k: k < 2}, True),
+    ],
+    ids=["text", "image", "prefix", "function"],
+)
+def test_tokens_that_see_later_ones_are_an_error(options, refused):
+    from course_ops.transformers import NAME
+
+    model = model_of("LlamaConfig", SMALL)
+    model.set_attn_implementation(NAME)
+    from transformers.masking_utils import create_causal_mask
+
+    given = model.config, torch.zeros(1, 4, 32, device=device.DEVICE), None, None
+    if refused:
+        with pytest.raises(ValueError, match="tokens that see later ones"):
+            create_causal_mask(*given, **options)
+    else:
+        assert create_causal_mask(*given, **options) is None
+
+
+def test_the_first_versions_5_of_transformers_give_the_positions_of_the_cache():
+    masking = pytest.importorskip("transformers.masking_utils")
+    from course_ops.transformers import model_mask
+
+    def mask(kv_length, function=masking.causal_mask_function):
+        positions = torch.arange(3, 6, device=device.DEVICE)
+        return model_mask(batch_size=1, cache_position=positions, kv_length=kv_length, mask_function=function)
+
+    assert mask(6) is None
+    assert mask(6, masking.sliding_window_causal_mask_function(2)) is None
+    assert mask(9, masking.bidirectional_mask_function) is None
+    with pytest.raises(ValueError, match="a static cache"):
+        mask(9)
+
+
+@pytest.mark.parametrize(("config", "options"), [("LlamaConfig", SMALL), ("MistralConfig", WINDOWED)])
+def test_a_model_is_compiled_as_one_graph(config, options):
+    from course_ops.transformers import NAME
+
+    model = model_of(config, options)
+    model.set_attn_implementation(NAME)
+    tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found, expected = (m(tokens, use_cache=False).logits for m in (compiled, model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):

@@ -276,7 +276,7 @@ def test_tensors_of_two_devices_are_an_error_that_names_both(name, argument):
 
 @pytest.mark.parametrize(
     "words",
-    ["move one of them", "must be a torch.Tensor", "as x, or torch.float32", 'float32_matmul_precision() == "highest"'],
+    ["move one of them", "must be a torch.Tensor", "as x, or torch.float32", 'matmul.fp32_precision == "tf32"'],
 )
 def test_what_operators_say_alike_is_written_once(words):
     package = ROOT / "course_ops"
@@ -399,6 +399,16 @@ def test_a_second_derivative_of_a_loss_that_is_linear_in_it_is_an_error_with_adv
         tensors["x"].grad.sum().backward()
 
 
+@pytest.mark.parametrize("first", ["x", "weight"])
+@pytest.mark.parametrize("second", ["x", "weight"])
+def test_a_second_derivative_that_may_be_unused_is_an_error_too(first, second):
+    tensors = made("linear_cross_entropy", at=torch.device("cpu"))
+    loss = course_ops.linear_cross_entropy(**tensors)
+    (gradient,) = torch.autograd.grad(loss, tensors[first], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"course_ops\.linear_cross_entropy has no second derivative"):
+        torch.autograd.grad(gradient.sum(), tensors[second], allow_unused=True)
+
+
 def test_a_derivative_of_attention_backward_is_an_error_with_advice():
     tensors = made("attention_backward", at=torch.device("cpu"))
     tensors["q"].requires_grad_()
@@ -480,10 +490,11 @@ def test_a_sparse_tensor_is_an_error_that_says_what_to_call(name):
         CALLS[name][0](**tensors | {first: tensors[first].detach().to_sparse()})
 
 
-def test_a_nested_tensor_is_an_error():
-    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)], layout=torch.jagged)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_nested_tensor_is_an_error(layout):
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)], layout=layout)
     for call in (course_ops.gelu, lambda x: course_ops.attention(x, x, x)):
-        with pytest.raises(TypeError, match=r"has layout torch.jagged: pass the tensors of"):
+        with pytest.raises(TypeError, match=r"is a nested tensor: pass the tensors of"):
             call(nested)
 
 
@@ -645,7 +656,7 @@ def test_no_other_kernel_adds_floats_in_any_order():
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_runs_are_the_same_to_the_bit_under_deterministic_algorithms(monkeypatch, name, dtype):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch's own matmuls ask for it
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # an old PyTorch's own matmuls ask for it
     tensors = made(name, k=8, dtype=dtype)
     with deterministic():
         first, second = results(name, tensors), results(name, tensors)
@@ -721,3 +732,65 @@ def test_a_cuda_graph_does_not_capture_a_seed_that_it_draws():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="would repeat one mask"), torch.cuda.graph(graph):
         course_ops.dropout(x, 0.5)
+
+
+# ---- Precision of fp32 matmuls --------------------------------------------------------------------------------------
+
+SETTINGS = {  # attributes of torch and what they are set to, in order -> what PyTorch's matmuls of fp32 are on a GPU
+    (): "ieee",
+    (("backends.cuda.matmul.fp32_precision", "tf32"),): "tf32",
+    (("backends.cuda.matmul.fp32_precision", "ieee"),): "ieee",
+    (("backends.fp32_precision", "tf32"),): "tf32",
+    (("backends.fp32_precision", "tf32"), ("backends.cuda.matmul.fp32_precision", "ieee")): "ieee",
+    (("backends.fp32_precision", "tf32"), ("backends.cuda.matmul.fp32_precision", "none")): "tf32",
+    (("set_float32_matmul_precision", "high"),): "tf32",
+    (("set_float32_matmul_precision", "medium"),): "tf32",
+    (("set_float32_matmul_precision", "high"), ("set_float32_matmul_precision", "highest")): "ieee",
+    (("set_float32_matmul_precision", "high"), ("backends.cuda.matmul.fp32_precision", "ieee")): "ieee",
+}
+
+
+@pytest.fixture
+def default_precision():
+    """PyTorch's settings of fp32 as they are when it is imported, before the test and after it."""
+
+    def reset():
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = "none"
+        torch.backends.cudnn.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+    reset()
+    yield
+    reset()
+    assert torch.get_float32_matmul_precision() == "highest", "PyTorch's own getter works again"
+
+
+@pytest.mark.usefixtures("default_precision")
+@pytest.mark.parametrize(("settings", "expected"), SETTINGS.items(), ids=str)
+@pytest.mark.parametrize("asked", ["course_ops._common.fp32_precision", "problems.matmul.precision"])
+def test_fp32_matmuls_are_as_precise_as_pytorchs(settings, expected, asked):
+    module, name = asked.rsplit(".", 1)
+    for path, value in settings:
+        *outer, last = path.split(".")
+        owner = torch
+        for part in outer:
+            owner = getattr(owner, part)
+        if callable(getattr(owner, last, None)):
+            getattr(owner, last)(value)
+        else:
+            setattr(owner, last, value)
+    assert getattr(import_module(module), name)() == expected
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("default_precision")
+def test_kernels_run_where_tf32_is_set_by_backend():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    for name in ("matmul", "attention"):
+        tensors = made(name)
+        with testing.kernels():
+            found = results(name, tensors)
+        for ours, expected in zip(found, results(name, tensors), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)

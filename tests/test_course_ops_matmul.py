@@ -544,6 +544,14 @@ def test_what_has_to_see_an_operator(monkeypatch):
         return row
 
     torch.func.vmap(within)(x)
+    torch.jit.trace(within, x, check_trace=False)  # the check calls it outside of the tracer
+
+
+def test_a_view_with_the_negative_bit_is_not_passed_to_a_kernel_as_it_is(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    z = torch.randn(2, 3, dtype=torch.complex64)
+    assert _registration.unobserved(z.imag)
+    assert not _registration.unobserved(z.conj().imag)
 
 
 def leaf(*shape, dev, dtype=torch.float32, scale=1.0):

@@ -182,6 +182,8 @@ def test_refused():
         course_ops.patch(Scaled(), (), {Scaled: nn.GELU})
     with pytest.raises(TypeError, match=r"classes is GELU, expected a sequence of classes: pass \(GELU,\)"):
         course_ops.patch(nn.GELU(), nn.GELU)
+    with pytest.raises(TypeError, match="classes is None, expected a sequence of classes: leave it out"):
+        course_ops.patch(nn.GELU(), None)
     for others in ([nn.GELU], nn.GELU):
         with pytest.raises(TypeError, match="expected a mapping"):
             course_ops.patch(nn.GELU(), (), others)

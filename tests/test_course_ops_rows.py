@@ -818,6 +818,8 @@ REFUSED = {
     "p": (lambda: course_ops.dropout(X, 1.5), ValueError, "p is 1.5, expected a probability"),
     "p is NaN": (lambda: course_ops.dropout(X, math.nan), ValueError, "p is nan"),
     "seed": (lambda: course_ops.dropout(X, 0.5, seed=-1), ValueError, "seed is -1, expected an int from 0"),
+    "a bool for a seed": (lambda: course_ops.dropout(X, 0.5, seed=True), TypeError, "seed is True, expected an int"),
+    "no bool": (lambda: course_ops.dropout(X, 0.5, training=None), TypeError, "training is None, expected True"),
     "a float for a seed": (lambda: course_ops.dropout(X, 0.5, seed=1.0), TypeError, "seed is 1.0, expected an int"),
     "targets of another shape": (
         lambda: course_ops.cross_entropy(X, torch.zeros(3, dtype=torch.long)),
