@@ -639,7 +639,7 @@ def _parsed(text: str, package: str) -> Module:
     """The module that a text is. `package` is what its relative imports begin from."""
     module = Module(package, {}, {})
     for node in ast.parse(text).body:
-        for name in _bound(node, module):
+        for name in (*_bound(node, module), *_backward_of(node)):
             module.statements.setdefault(name, []).append(node)
     return module
 
@@ -668,6 +668,13 @@ def _bound(node: ast.stmt, module: Module) -> Iterator[str]:
                     yield from _bound(inner, module)
                 elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                     yield inner.id
+
+
+def _backward_of(node: ast.stmt) -> Iterator[str]:
+    """The operator to which a statement at the top gives a backward: `operator.register_autograd(backward, ...)`."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(call, ast.Call) and (chain := _chain(call.func))[1:] == ("register_autograd",):
+        yield chain[0]
 
 
 def _from(node: ast.ImportFrom, package: str) -> str:
