@@ -905,7 +905,8 @@ PANELS = {
     later("Predict and measure"): "chip compile count bench report stale renew mutants sanitize beside",
     later("Write lessons, maintain the course"): "new depends translate fuzz versions lock",
 }
-_ORDER = " ".join(PANELS.values()).split()
+_PANEL = {command: panel for panel, commands in PANELS.items() for command in commands.split()}
+_ORDER = list(_PANEL)
 
 
 def _called(command: Any) -> str:
@@ -915,7 +916,7 @@ def _called(command: Any) -> str:
 app.registered_commands.sort(key=lambda command: _ORDER.index(_called(command)))
 _each: Any
 for _each in (*app.registered_commands, *app.registered_groups):
-    _each.rich_help_panel = next(panel for panel, known in PANELS.items() if _called(_each) in known.split())
+    _each.rich_help_panel = _PANEL[_called(_each)]
 
 if __name__ == "__main__":
     try:

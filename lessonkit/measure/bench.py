@@ -129,7 +129,7 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     refused |= {label: why for label, why in impossible(lesson, shape, times, kinds).items() if label not in refused}
     for label, kind in kinds.items():
         where, time = f"{label} at {shape_name(shape)}", times[label]
-        if time.p80 > rows.DISTURBED * time.p20:
+        if rows.far_apart(time.p20, time.p80):
             say(f"{where}: between {time.p20:.4g} and {time.p80:.4g} ms, does something else use this GPU?")
         if label in refused:
             say(f"{where}: NOT TIMED, {refused[label]}")

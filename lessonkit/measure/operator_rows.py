@@ -17,7 +17,7 @@ from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, Operator, Problem, Shape, Work, shape_name
 from lessonkit.measure import fingerprint
-from lessonkit.measure.rows import DISTURBED
+from lessonkit.measure.rows import far_apart
 
 FILE = "operators.csv"
 BETWEEN = " | "  # entries of one cell
@@ -73,7 +73,7 @@ class Row:
     @property
     def disturbed(self) -> bool:
         """Whether the times of its calls lie far apart: another process used the GPU, or the call itself varies."""
-        return self.p80 > DISTURBED * self.p20
+        return far_apart(self.p20, self.p80)
 
     def sealed(self) -> "Row":
         """The row with the seal that fits it."""

@@ -38,6 +38,11 @@ DISTURBED = 1.5  # the middle three fifths of a contender's times differ by a fe
 CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
 
 
+def far_apart(p20: float, p80: float) -> bool:
+    """Whether the middle three fifths of a contender's times spread over more than DISTURBED allows."""
+    return p80 > DISTURBED * p20
+
+
 @dataclass(frozen=True)
 class Row:
     """One contender at one shape. A shape that is measured again replaces all of its rows."""
@@ -80,7 +85,7 @@ class Row:
     @property
     def disturbed(self) -> bool:
         """Whether the times of its calls lie far apart: another process used the GPU, or the call itself varies."""
-        return self.ms_p80 > DISTURBED * self.ms_p20
+        return far_apart(self.ms_p20, self.ms_p80)
 
     @property
     def of_no_version(self) -> bool:

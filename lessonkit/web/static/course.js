@@ -68,8 +68,8 @@ window.course = (() => {
 
   // A drawing in text is made smaller until it fits, as long as it can be read. Then it scrolls.
   const LEGIBLE = 9.5; // pixels
-  const drawings = [...article.querySelectorAll(".highlight-text pre")];
-  const fit = () => {
+  const fit = (part) => {
+    const drawings = [...part.querySelectorAll(".highlight-text pre")];
     drawings.forEach((pre) => { pre.style.fontSize = ""; });
     const sizes = drawings.map((pre) => {
       const style = getComputedStyle(pre), edges = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
@@ -78,9 +78,9 @@ window.course = (() => {
     });
     drawings.forEach((pre, i) => { if (sizes[i]) pre.style.fontSize = `${sizes[i]}px`; });
   };
-  fit();
-  addEventListener("resize", fit);
-  article.addEventListener("toggle", fit, true); // what stands in a fold has no width before it is open
+  fit(article);
+  addEventListener("resize", () => fit(article));
+  article.addEventListener("toggle", (event) => fit(event.target), true); // what stands in a fold has no width before it is open
 
   // What scrolls sideways is reached by the keyboard.
   for (const region of article.querySelectorAll("div.highlight pre, .table-wrapper, .chart-scroll")) region.tabIndex = 0;
