@@ -56,8 +56,8 @@ at D = 128. No role waits for a barrier or for bytes here.
     overlap_softmax,   producer       K K V K V K V ...   K a block ahead of V
     consumer 0 alone   tensor cores   QQQQPPPP..QQQQPPPP..QQQQPPPP..            QK(j + 1) is issued before PV(j),
                        softmax 0      ....ssssss....ssssss....ssssss            and softmax(j + 1) runs under PV(j)
-    ping_pong          tensor cores   QQQQPPPPqqqqppppQQQQPPPPqqqqpppp          the other consumer's matmuls fill the
-                       softmax 0      ....ssssss..........ssssss......          idle time, if the two take turns
+    both, in turns     tensor cores   QQQQPPPPqqqqppppQQQQPPPPqqqqpppp          the other consumer's matmuls fill the
+                       softmax 0      ....ssssss..........ssssss......          idle time; ping_pong has barriers for it
                        softmax 1      ss..........ssssss..........ssss
 
 In cycles of a block, for both consumers. The predictions were made with one instruction more per score:
@@ -66,7 +66,7 @@ In cycles of a block, for both consumers. The predictions were made with one ins
     warp_specialized   2340    2900        one after the other it is 3800; about half of the softmax overlaps by chance
     overlap_softmax    2048    2400        a consumer's PV covers 512 cycles of its softmax, which takes 800; no barrier
                                            keeps the other consumer's matmuls in the remaining 300
-    ping_pong          2048    2100        a wait for the other consumer in each block
+    ping_pong          2048    2100        a wait for the other consumer in each block. This failed: see below
 
 Each rung is a complete file in flash_hopper/ and differs from the one before by one idea, marked `# New:`.
 Predicted at S = 4096, all keys, in TFLOP/s:
@@ -86,30 +86,51 @@ Predicted at S = 4096, all keys, in TFLOP/s:
     ping_pong.py              of overlap_softmax.py: two barriers make the consumers    770      476
                               issue in turns, 2100 cycles
 
-Where the ladder begins: at this shape lesson 4's autotuned `flash_v2` has 595 TFLOP/s and `warp_specialized` 610, so
-warp specialization alone is worth less than 3%. Lesson 4's `tma`, whose tile is not tuned, has 478 TFLOP/s. Compared
-with that one, the same rung would seem to be worth 28%. So compare with the best kernel.
+Where the ladder begins: at this shape lesson 4's autotuned `flash_v2` has 595 TFLOP/s and `warp_specialized` 614, so
+warp specialization alone is worth 3%. Lesson 4's `tma`, whose tile is not tuned, has 478 TFLOP/s. Compared with that
+one, the same rung would seem to be worth 28%. So compare with the best kernel.
 
 Rungs of this lesson (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in brackets; all rows: the report):
 
-    lazy rescaling, D = 128, all keys     764 (750)          faster than FlashAttention-4, 726 in the same rounds
-    persistent CTAs, S = 512, all keys    412 -> 510 (554)   by its rate a tile takes 15,700 cycles, not 11,700; so the
+    QK before PV, D = 128, all keys       614 -> 685 (674)
+    QK before PV, D = 64, all keys        451 -> 443 (476)   no gain
+    ping-pong, D = 128, all keys          685 -> 681 (770)   no gain
+    lazy rescaling, D = 128, all keys     685 -> 756 (750)   faster than FlashAttention-4, 716 in the same rounds
+    persistent CTAs, S = 512, all keys    407 -> 505 (547)   by its rate a tile takes 15,900 cycles, not 11,700; so the
                                                              3000 of its ends are a fifth, not a quarter
-    persistent CTAs, causal               687 -> 726 (742)   the gain is largest where tiles are short
-    half of the diagonal block, causal    726 -> 748 (737)   a tile begins with it, and nothing runs under it
-    the same kernel, all keys             782 -> 801 (780)   only the mask is new, once a tile; but S = 16384 gains as
-                                                             much, 801 -> 822. Cause not found
+    persistent CTAs, causal               677 -> 712 (731)   the gain is largest where tiles are short
+    half of the diagonal block, causal    712 -> 735 (723)   a tile begins with it, and nothing runs under it
+    the same kernel, all keys             779 -> 789 (780)   only the mask is new, once a tile; but S = 16384 gains 1%,
+                                                             too: 815 -> 823. Cause not found
+
+Ping-pong brings nothing here: ping_pong has 0.99 to 1.02 times the rate of overlap_softmax at all 15 shapes. The
+prediction took 300 cycles of each block for a matter of order. Two things speak against that:
+
+1. There is less to gain. By its rate overlap_softmax takes 2360 cycles per block. The 3000 of a tile's ends are 90 of
+   these at S = 4096. At S = 16384 they are 20 of 2240. So about 200 cycles are lost in a block, not 350.
+2. The consumers seem to alternate without barriers, too. This is inferred: no clock was read in the kernel. If the
+   tensor cores serve matmuls in the order of issue, the consumer that issues second waits for the first one's QK and
+   PV, 1024 cycles. From then on it is that much behind, and each softmax runs under the other consumer's matmuls. The
+   page's timelines are computed by this rule: a block takes 2048 cycles with ping-pong's barriers, and as many without.
+
+Lazy rescaling does gain, since it removes instructions: 220 cycles per block, where 235 were predicted. So what a
+consumer does from one QK to the next counts here, and the order in which the two issue does not. FlashAttention-3
+reports a gain of ping-pong, from 570 to 620-640 TFLOP/s (section 3.1: fp16, D = 128, S = 8192). There it comes before
+the overlap within a consumer (section 3.2), and here after it.
+
+At D = 64 overlap_softmax gains nothing over warp_specialized, and loses 3% at S = 16384. By the machine code its
+exponentials do run under PV. In part the prediction began too low: warp_specialized is 12% faster than predicted, so
+more of its softmax overlaps by chance. The cause of the rest is not found.
 
 A wait that ptxas moves: no exponential depends on PV. So ptxas may move the wait for PV above the exponentials. Without
 a store between them it does (Triton 3.6 and 3.7): the PTX has the exponentials first, and in the machine code all 66
 come after the wait. So overlap_softmax and ping_pong store their row sums, which no thread reads. lazy_rescaling stores
-its sums anyway. Rows of overlap_softmax and ping_pong from 24 November 2026 are of kernels without the store. The step
-from such a row to lazy_rescaling is two ideas: the overlap, and the row maximum. `tests/test_flash_hopper.py` counts
-the exponentials under PV.
+its sums anyway. `tests/test_flash_hopper.py` counts the exponentials under PV.
 
 Experiments with other versions of these kernels. Their rounds differ, so compare only within a line:
 
-    no store, D = 128: QK before PV       610 -> 697 (674)   all keys; the exponentials stand after the wait for PV
+    no store, D = 128: QK before PV       610 -> 697 (674)   all keys; the exponentials stand after the wait for PV. So
+                                                             the rung's gain is that of QK and PV issued together
     the same, D = 64                      451 -> 417 (476)   all keys
     no store, D = 128: ping-pong          697 -> 699 (770)   all keys; S = 16384: 697 -> 679
     persistent, tiles dealt in advance    677 -> 594 (+1%)   causal, S = 16384: short tiles wait for the long ones
@@ -126,8 +147,9 @@ cycles. In reports/nvidia-h200/operators.csv the data named "falling" have weigh
 third block raises m, which is 100 cycles per block on average. Predicted for bf16: 5% fewer TFLOP/s than for random
 data. By the rows it is 0% to 4% fewer at D = 128, and 9% to 14% at D = 64, where a block takes half as many cycles.
 
-Experiments of your own: a second QK for each large sum in lazy_rescaling.py (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in
-bf16, too; STAGES = 3 at D = 64; [232, 40] -> [224, 56] registers of consumers and producer.
+Experiments of your own: ping-pong's two barriers in warp_specialized.py, without the overlap within a consumer. In
+lazy_rescaling.py a second QK for each large sum (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in bf16, too; STAGES = 3 at
+D = 64; [232, 40] -> [224, 56] registers of consumers and producer.
 
 Refused, since course_ops.attention takes it: other head sizes, grouped heads, windows, a diagonal across two blocks.
 Before you read on: which rungs should gain more at D = 64 than at D = 128, by the two columns of the budget? Why does
@@ -196,9 +218,9 @@ PREDICTED_64 = {
     three_consumers: 620,
 }  # fmt: skip
 
-# The answers: lazy_rescaling.py and persistent_scheduler.py, by 16% and 7% where D = 128 has 11% and 4%. They save as
-# many cycles there, of fewer cycles in all. QK of block j + 1 is issued before PV of block j, so its K is needed
-# before that V.
+# The answers: lazy_rescaling.py and persistent_scheduler.py, predicted by 16% and 7% where D = 128 has 11% and 4%. They
+# save as many cycles there, of fewer cycles in all. Measured: 13% and 11%, and 10% and 3%. QK of block j + 1 is issued
+# before PV of block j, so its K is needed before that V.
 LESSON = Lesson(
     about=About(
         teaches="in Gluon: a producer warp, softmax under matmuls, lazy rescaling, a tile scheduler, half a block",

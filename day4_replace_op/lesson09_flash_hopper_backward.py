@@ -105,8 +105,8 @@ The same as code, in rungs 2 to 4 (each matmul starts when the one before it is 
 In the forward pass only the rings hold the consumers together (lesson 8). One may be two blocks ahead of the other, so
 they may drift apart until one computes its softmax under the other's matmuls. Here the consumers exchange dS at each
 step, so they cannot drift apart. Both compute exponentials at the same time, and the tensor cores wait for both. So
-ping-pong is expected to gain here, and most at D = 64. At D = 128 there are half as many exponentials per FLOP, and dP
-covers them.
+ping-pong, which brings nothing in the forward pass, is expected to gain here, and most at D = 64. At D = 128 there are
+half as many exponentials per FLOP, and dP covers them.
 
 Where the predictions come from
 -------------------------------

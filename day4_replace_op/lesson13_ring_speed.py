@@ -96,6 +96,10 @@ def speed():
     return Table("ring", rows, note)
 
 
+# The answers, from the rows of two H200: messages cost nothing, as the times with and without them differ by less than
+# 3%. Zigzag order is 1.39 times as fast as contiguous slices, not 1.5. Contiguous slices take 0.76 of the time of all
+# keys, near the 0.75 of their FLOPs. Zigzag takes 0.55, where its FLOPs are half. Messages are not the cause: without
+# them it is 0.53. The cause is not found.
 LESSON = Steps(
     (speed,),
     about=About(teaches="two GPUs or more: what messages cost, what an order gains", hours=0.25, pictures=("zigzag",)),

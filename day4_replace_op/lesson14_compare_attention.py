@@ -325,12 +325,12 @@ FORWARD = tuple(_step(D, causal, False) for D in (64, 128) for causal in (False,
 BACKWARD = tuple(_step(D, causal, True) for D in (64, 128) for causal in (False, True))
 TABLES = [lengths.compared(__name__, step.__name__.replace("_", " "), PEERS) for step in (*FORWARD, *BACKWARD)]
 
-# The answers, from the rows of an H200, where `6 Hopper, in Gluon` and `10c operator` are older names of course_ops. At
-# D = 128 flash-attn 4 overtakes cuDNN between S = 1024 and 2048. At 1024 FlexAttention is behind `4 all options`.
-# Naive attention stays nearly level, since bytes and FLOPs both grow with S^2. A causal mask costs most where all
-# scores are computed: PyTorch by hand keeps a quarter of its rate. At D = 64 and S = 16384 the scalar kernel and `2 v1`
-# gain. Of the others CUDA v1 on tensor cores loses least, 3%, where flash-attn 4 loses a fifth. Peak memory grows with
-# S for those that keep scores: `1 steps`, `1 fused softmax`, PyTorch by hand, SDPA math.
+# The answers, from the rows of an H200. At D = 128 flash-attn 4 overtakes cuDNN between S = 1024 and 2048.
+# FlexAttention is level with `4 all options` at 512, and behind from 1024 on. Naive attention stays nearly level, since
+# bytes and FLOPs both grow with S^2. A causal mask costs most where all scores are computed: PyTorch by hand keeps a
+# quarter of its rate. At D = 64 and S = 16384 the scalar kernel and `2 v1` gain. Of the others CUDA v1 on tensor cores
+# loses least, 4%, where flash-attn 4 loses a fifth. Peak memory grows with S for those that keep scores: `1 steps`, `1
+# fused softmax`, PyTorch by hand, SDPA math.
 LESSON = Steps(
     (agree, *FORWARD, *BACKWARD),
     about=About(

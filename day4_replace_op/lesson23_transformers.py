@@ -173,6 +173,8 @@ def speed():
     return Table("speed", rows, note)
 
 
+# From the rows of an H200, 2 x 4096 tokens: against sdpa GPT-2 gains nothing, 30.6 ms with either, and Llama 5%, 33.5
+# instead of 35.1 ms. The S x S scores of eager cost 58 and 106 ms more than sdpa, and 14 and 36 GB.
 LESSON = Steps(
     (same_logits, same_tokens, continued_prompt, padding, refused, speed),
     about=About(
