@@ -4,6 +4,9 @@ You know the loop: for each block of keys S = Q K^T, online softmax, O += P V. O
 matmul if the tensor cores never wait. Lessons 4 and 5 leave the schedule to Triton's compiler. Here it is written out
 in Gluon, after FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) and FlashAttention-4 (Zadouri et al. 2026).
 
+Two predictions of this lesson failed on an H200. Ping-pong brings nothing at any shape. At D = 64 the overlap within a
+consumer brings nothing either. What is known of the reasons follows the predictions.
+
 New words (GLOSSARY.md): ping-pong.
 You will be able to: keep wgmma busy under a softmax. Say which unit bounds a rung, and by how much. Find a missing
 arrival or a wrong parity by its symptom.
