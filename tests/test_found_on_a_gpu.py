@@ -278,7 +278,12 @@ def test_a_gradient_of_equal_rows_may_be_off_by_the_rounding_of_its_terms():
     truth = replace(truth, usual=(truth.usual[0], torch.zeros_like(dx), truth.usual[2]))  # PyTorch is right by luck
     answer = truth.usual[0], dx, truth.usual[2]
     check.compare(truth, answer)
-    refused(truth, with_fault(answer, 1, (43, 0), 8 * dx[43, 0]))
+    # Each of the 14 may be off by half of its last place. That is five times as much, and what a few samples of random
+    # errors allow is sometimes less than dx.
+    for times in (-4, 4):
+        check.compare(truth, with_fault((answer[0], torch.zeros_like(dx), answer[2]), 1, (43, 0), times * dx[43, 0]))
+    for times in (-7, 7):
+        refused(truth, with_fault((answer[0], torch.zeros_like(dx), answer[2]), 1, (43, 0), times * dx[43, 0]))
     # A row that does not count has no gradient, and no class may be forgotten.
     ignored = int((~counted).nonzero()[0])
     refused(truth, with_fault(answer, 1, (ignored, 0), dx[43, 0]))
