@@ -300,6 +300,9 @@ def repeat_beside(
     rung: Annotated[
         str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
     ] = "",
+    alone: Annotated[
+        bool, typer.Option(help="Count alone first. On a GPU that others use meanwhile nobody is alone.")
+    ] = True,
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows.
 
@@ -311,7 +314,7 @@ def repeat_beside(
         return
     failed: list[str] = []
     lessons = _lessons_and_operators(which, failed)
-    _end([*failed, *on_gpu.repeated(lessons, seconds, rung)])
+    _end([*failed, *on_gpu.repeated(lessons, seconds, rung, alone)])
 
 
 @app.command()

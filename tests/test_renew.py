@@ -232,7 +232,7 @@ def test_a_neighbour_is_asked_by_its_command(some_gpu, monkeypatch):
     commands = []
     monkeypatch.setattr(renew.ncu, "output", lambda command, seconds, **env: (commands.append(command), "", "no GPU"))
     renew.Watch("course_ops.scan", coverage.NEIGHBOUR, renew.Part("forward")).run(some_gpu, 9.0)
-    assert commands[0][-4:] == ["beside", "course_ops.scan", "--rung", "forward"]
+    assert commands[0][-5:] == ["beside", "course_ops.scan", "--rung", "forward", "--no-alone"]
 
 
 def runs(pid):

@@ -70,12 +70,12 @@ def sanitized(lessons: Lessons, tools: Sequence[str], part: sanitize.Part) -> li
     return failed
 
 
-def repeated(lessons: Lessons, seconds: float, rung: str) -> list[str]:
+def repeated(lessons: Lessons, seconds: float, rung: str, alone: bool) -> list[str]:
     """Repeat rungs and operators alone and beside another process, and keep what was counted."""
     failed: list[str] = []
     found: list[beside.Repeated] = []
     try:
-        for whole in beside.measured(lessons, seconds, rung):
+        for whole in beside.measured(lessons, seconds, rung, alone=alone):
             found += whole
             for each in whole:
                 where = said("beside another process") if each.neighbour else said("alone")
@@ -87,7 +87,7 @@ def repeated(lessons: Lessons, seconds: float, rung: str) -> list[str]:
                 beside.save(REPORTS / device.name(), [each for each in found if (each.lesson, each.rung) == key])
     except Missing as missing:
         failed.append(str(missing))
-    failed += filter(None, map(beside.wrong, beside.pairs(found)))
+    failed += filter(None, map(beside.wrong, beside.by_case(found)))
     return failed
 
 

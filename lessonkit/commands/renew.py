@@ -90,7 +90,7 @@ class Watch:
     def run(self, folder: Path, seconds: float) -> list[str]:
         """Run it in a process of its own, which ends after the seconds at the latest, and keep what it says; faults."""
         if self.tool == coverage.NEIGHBOUR:
-            command = [sys.executable, "-m", "lessonkit", "beside", self.name, "--rung", self.part.rung]
+            command = [sys.executable, "-m", "lessonkit", "beside", self.name, "--rung", self.part.rung, "--no-alone"]
             code, out, err = ncu.output(command, seconds, **environment())
             return [f"{self}: {' '.join((out + err).split())[-300:]}"] if code else []
         try:

@@ -47,8 +47,8 @@ TOOLS = {
     "initcheck": (),
     "synccheck": (),
 }
-# A file of the course is found by its whole path. A tool is silent about all kernels after so many reports, and initcheck
-# makes one a thread.
+# A file of the course is found by its whole path. After so many reports a tool is silent about all kernels, and
+# initcheck makes one a thread.
 OPTIONS = ("--strip-paths", "no", "--print-limit", "100000")
 INSTRUMENTED = ("consan", "iisan")  # TRITON_INSTRUMENTATION_MODE
 ALL = (*TOOLS, *INSTRUMENTED)
