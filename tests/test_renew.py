@@ -198,11 +198,13 @@ def test_what_never_ran_is_run_the_cheapest_tool_first(some_gpu):
     ]
 
 
-def test_what_a_tool_said_of_todays_code_is_in_the_table(some_gpu):
+def test_what_a_tool_said_of_todays_code_is_in_the_table(some_gpu, monkeypatch):
     race = sanitize.Report("racecheck", "scan_kernel", "Race reported between Write access and Read access")
     known = [sanitize.Argued(("scan_kernel",), "racecheck", ("Write access", "Read access"), "Why.")]
     sanitize.save(some_gpu, SCAN, "memcheck", Counter(), known)
-    sanitize.save(some_gpu, SCAN, "racecheck", Counter({race: 3}), known)
+    sanitize.save(some_gpu, SCAN, "racecheck", Counter({race: 3}), [])
+    assert states(some_gpu)[SCAN, ""]["racecheck"] == "**1 not argued**"
+    monkeypatch.setattr(sanitize, "argued", lambda: known)  # since then it has been argued
     sanitize.save(some_gpu, SCAN, "synccheck", Counter({replace(race, tool="synccheck"): 1}), known)
     sanitize.save(some_gpu, GELU[0], "memcheck", Counter(), known, renew.Part("forward"))
     sanitize.save(some_gpu, SCAN, "initcheck", Counter(), known, renew.Part("scan_look_back", {"n": 8}, 2))
