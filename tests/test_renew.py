@@ -73,7 +73,7 @@ def renewed(tmp_path, monkeypatch):
         monkeypatch.setattr(renew.Watch, "run", watched)
         monkeypatch.setattr(renew.operator_bench, "Processes", Processes(done))
         monkeypatch.setattr(operator_rows, "cases", lambda: list(cases))
-        monkeypatch.setattr(operator_rows, "missing", lambda known, asked: asked)
+        monkeypatch.setattr(operator_rows, "pending", lambda known, asked: asked)
         monkeypatch.setattr(renew.fuzz_pool, "run", drawn)
         failed = renew.run(minutes, 3, lambda line: None, *share)
         lines = log.read_text().splitlines() if log.exists() else []

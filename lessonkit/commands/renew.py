@@ -139,7 +139,7 @@ def run(minutes: float, workers: int, say: Callable[[str], None], nth: int = 1, 
     """Measure until all is of today's code or the minutes are over; what failed, in a line each. nth, of: the share."""
     end, mine = time.monotonic() + 60 * minutes, slice(nth - 1, None, of)
     tasks, path = old()[mine], REPORTS / device.name() / operator_rows.FILE
-    cases = operator_rows.missing(operator_rows.read(path), operator_rows.cases())[mine]
+    cases = operator_rows.pending(operator_rows.read(path), operator_rows.cases())[mine]
     watches = unwatched()[mine]  # now: other shares go by the same list
     say(f"to be measured: of lessons {len(tasks)}, shapes of operators {len(cases)}")
     failed: list[str] = []
