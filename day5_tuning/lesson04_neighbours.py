@@ -24,10 +24,11 @@ Triton's warp specialization for Hopper, as of 3.7, makes such barriers too. Tri
 last use since 2024, against "sporadic memory corruptions" (#3858), but an unused barrier has no last use. The course's
 `compile` refuses unused barriers in Gluon's kernels, whose author can leave them out (lessonkit/modes/compiled.py).
 
-The fault is rare. The last table of this lesson's page sets two counts of the same matmul beside each other. The last
-step multiplies matrices of 4096 and finds wrong answers. `lessonkit beside` called it on a check of 1040 x 72 x 32 and
-found none. That product needs a 28,000th of the FLOPs, so a switch between processes hardly ever falls into a call. No
-wrong answer in a table therefore does not show that a kernel is right.
+The fault is rare, and short calls hide it. The last step multiplies matrices of 4096 beside a neighbour, and one answer
+in twenty is wrong. `lessonkit beside` once called the same kernel on a check of 1040 x 72 x 32, and none of 1930
+answers was. That product needs a 28,000th of the FLOPs, so a switch between processes hardly ever falls into a call.
+Today `beside` repeats what is timed, and finds the fault too: 151 of 1920 answers. No wrong answer in a table therefore
+does not show that a kernel is right.
 
 Predict before you run: of 1024 fp32 values, how many can two barriers corrupt, which, and in which of the three forms?
 And if Triton's barriers take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
@@ -41,11 +42,10 @@ import sys
 import time
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, About, Steps, Table, compiled, report, specimen
+from lessonkit import DEVICE, About, Steps, Table, compiled, specimen
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import environment
 from lessonkit.commands.show import from_a_gpu
-from lessonkit.measure import beside
 from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
@@ -212,15 +212,6 @@ def tritons_too():
     )
 
 
-def found_and_not_found(folder):
-    """The last step's counts, and those that `lessonkit beside` has kept of the last rung."""
-    ours = report.kept_table(folder, __name__, "tritons too")
-    table = [{"counted by": "this lesson", "case": "M=4096 N=4096 K=4096"} | row for row in ours]
-    table += beside.table(folder, "day3_matmul_tk.lesson02_matmul_persistent", "warp_specialized")
-    note = "The same kernel. A call that is short is hardly ever on an SM when the GPU switches to the other process."
-    return Table("found and not found", table, note) if table else None
-
-
 # The answers: 4 values, 0 to 3, in `made, idle` alone; 12 columns.
 LESSON = Steps(
     about=About(
@@ -230,7 +221,6 @@ LESSON = Steps(
         pictures=("unused_barrier",),
     ),
     steps=(two_things_in_one_place, triton_makes_them_too, right_alone, tritons_too),
-    compares=(found_and_not_found,),
     alone=HAS_GPU,
 )
 

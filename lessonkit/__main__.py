@@ -300,6 +300,9 @@ def repeat_beside(
     rung: Annotated[
         str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
     ] = "",
+    alone: Annotated[
+        bool, typer.Option(help="Count alone first. On a GPU that others use meanwhile nobody is alone.")
+    ] = True,
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows.
 
@@ -311,7 +314,7 @@ def repeat_beside(
         return
     failed: list[str] = []
     lessons = _lessons_and_operators(which, failed)
-    _end([*failed, *on_gpu.repeated(lessons, seconds, rung)])
+    _end([*failed, *on_gpu.repeated(lessons, seconds, rung, alone)])
 
 
 @app.command()
@@ -670,6 +673,9 @@ def list_stale(
 def measure_again(
     minutes: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 25.0,
     workers: Annotated[int, typer.Option(help="So many processes call and draw at a time; 0: one a core.")] = 0,
+    share: Annotated[
+        str, typer.Option(help="2/3: the second third, where CUDA_VISIBLE_DEVICES gives each run a GPU of its own.")
+    ] = "1/1",
 ) -> None:
     """Measure again on this GPU what `stale` lists: rows, tables, mutants, operators; then draw random cases.
 
@@ -677,10 +683,14 @@ def measure_again(
     sanitizers and neighbours that were not run on today's code, the cheapest first, each for a quarter of that at most.
     Afterwards: `report`, and `stale --record`.
     """
+    nth, _, of = share.partition("/")
+    if not (nth.isdecimal() and of.isdecimal() and 1 <= int(nth) <= int(of)):
+        raise typer.BadParameter(said("--share is {share}, expected 1/2 for the first of two").format(share=share))
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: nothing is measured. `stale` lists what is old."))
         return
-    _end(renew.run(minutes, workers or len(os.sched_getaffinity(0)), partial(print, flush=True)))
+    workers = workers or max(1, len(os.sched_getaffinity(0)) // int(of))
+    _end(renew.run(minutes, workers, partial(print, flush=True), int(nth), int(of)))
 
 
 @app.command(name="new")

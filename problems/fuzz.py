@@ -428,13 +428,15 @@ def linear_cross_entropy_reference(x, weight, targets, ignore_index):
     return _AtOnce.apply(x, weight, loss)
 
 
-# Beside a 16-bit x the gradient of an fp32 weight is a matmul's result in x's dtype, PyTorch's too.
+# Beside a 16-bit x the gradient of an fp32 weight is a matmul's result in x's dtype, PyTorch's too. Of equal rows of
+# weight, as an expanded one has them, dx is 0: a sum of equal terms that cancel.
 linear_cross_entropy = Question(
     _linear_cross_entropy,
     linear_cross_entropy_reference,
     ("x", "weight"),
     factor=linear_cross_entropies.LUCK,
     multiplied="x",
+    cancels=True,
 )
 
 

@@ -262,6 +262,36 @@ def test_the_gradient_of_an_fp32_weight_is_a_matmul_in_16_bits():
     refused(truth, with_fault(truth.usual, 2, (116, 0), off))
 
 
+def test_a_gradient_of_equal_rows_may_be_off_by_the_rounding_of_its_terms():
+    """All 14 rows of weight are equal, and so are their probabilities: dx is 14 rounded terms, which cancel."""
+    call, given = found("linear_cross_entropy", 2)
+    x, w, targets, upstream = (t.detach() for t in given)
+    assert (w == w[0]).all()
+    p = torch.softmax((x @ w.bfloat16().t()).float(), -1)
+    assert (p[43] == p[43, 0]).all()
+    counted = targets != 0
+    dlogits = (p - torch.nn.functional.one_hot(targets, 14)).bfloat16() * counted[:, None]
+    dx = ((dlogits.double() @ w.bfloat16().double()).bfloat16().float() * (upstream / counted.sum())).bfloat16()
+    assert dx[43, 0].item() == pytest.approx(-3.93390656e-06, rel=1e-6)  # on the H200; exactly 0
+    truth = call.truth(given)
+    assert (truth.exact[1].abs() < 1e-18).all()
+    truth = replace(truth, usual=(truth.usual[0], torch.zeros_like(dx), truth.usual[2]))  # PyTorch is right by luck
+    answer = truth.usual[0], dx, truth.usual[2]
+    check.compare(truth, answer)
+    # Each of the 14 may be off by half of its last place. That is five times as much, and what a few samples of random
+    # errors allow is sometimes less than dx.
+    for times in (-4, 4):
+        check.compare(truth, with_fault((answer[0], torch.zeros_like(dx), answer[2]), 1, (43, 0), times * dx[43, 0]))
+    for times in (-7, 7):
+        refused(truth, with_fault((answer[0], torch.zeros_like(dx), answer[2]), 1, (43, 0), times * dx[43, 0]))
+    # A row that does not count has no gradient, and no class may be forgotten.
+    ignored = int((~counted).nonzero()[0])
+    refused(truth, with_fault(answer, 1, (ignored, 0), dx[43, 0]))
+    a_class_less = dlogits.clone()
+    a_class_less[:, -1] = 0
+    refused(truth, (answer[0], (a_class_less @ w.bfloat16()) * (upstream / counted.sum()).bfloat16(), answer[2]))
+
+
 def test_a_mean_in_fp32_moves_what_is_nearly_the_mean():
     """Half of the row adds up to 240,000, where fp32 values are 1/64 apart, and the other half takes that away."""
     call, given = found("layer_norm", 1)

@@ -272,6 +272,36 @@ def test_a_run_stops_and_goes_on(tmp_path, timings):
     assert [row.key for row in operator_rows.read(path)] == [case.key for case in asked]
 
 
+def test_a_shape_that_is_behind_is_timed_three_times(tmp_path, timings):
+    """The row in the middle counts. One that is ahead, or too short to be judged, is timed once."""
+    path, case = tmp_path / "operators.csv", ALL[0]
+
+    def row(ms, **changes):
+        ratio = round(1 / ms, 3)
+        return fake(case, ms=ms, p20=ms, p80=ms, ratio=ratio, percent_of_limit=round(25 / ms, 1), **changes)
+
+    def run(*rows):
+        left = [*rows, None]
+        operator_bench.run([case], lambda case: left.pop(0), path, 60, say=lambda line: None)
+        (kept,) = operator_rows.read(path)
+        return kept, len(rows) + 1 - len(left)
+
+    kept, times = run(row(1.10, first_call_s=7.0), row(1.05), row(1.20))
+    assert (kept.ms, kept.ratios, kept.first_call_s, times) == (1.10, "0.909 | 0.952 | 0.833", 7.0, 3)
+    kept, _ = run(row(1.20), row(1.10), row(1.0))  # that it was ahead once does not end it
+    assert (kept.ratio, kept.ratios) == (0.909, "0.833 | 0.909 | 1.0")
+    assert not operator_rows.faults([kept])
+    assert operator_rows.faults([dataclasses.replace(kept, ratio=0.833, ms=1.2, p80=1.2).sealed()])
+    assert not operator_rows.pending([kept], [case])
+    for first in (row(1.0), dataclasses.replace(row(1.10), ratio=0.0), row(1.10, error="wrong")):
+        assert run(first) == (first.sealed(), 1)
+    # The time runs out over the third: a later run times it anew.
+    kept, _ = run(row(1.10), row(1.05))
+    assert kept == row(1.10).sealed()
+    assert operator_rows.pending([kept], [case]) == [case]
+    assert operator_rows.pending([], ALL[:2]) == ALL[:2]
+
+
 def test_a_stopped_shape_leaves_no_row_and_a_failed_one_does(tmp_path, timings):
     path = tmp_path / "operators.csv"
     failed = fake(ALL[0], ms=0.0, p20=0.0, p80=0.0, ratio=0.0, peers="", best_peer="", best_peer_ms=0.0,

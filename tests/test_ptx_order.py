@@ -1,15 +1,19 @@
-"""The PTX of kernels with gl.warp_specialize has the barriers that the arguments in sanitize.toml name."""
+"""What the arguments in sanitize.toml say of PTX and machine code is so: barriers, and how memory is written."""
 
 import re
 from contextlib import suppress
+from importlib import import_module
 
+from lessonkit import DEVICE
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
+from lessonkit.cuda import sass
 from lessonkit.measure import sanitize
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
+import torch
 
 from tests import ptx_order
 
@@ -49,6 +53,23 @@ def verdicts(name: str) -> list[tuple[str, int, list[str]]]:
         (kernel, len(ptx_order.mailbox(ptx, warps)), ptx_order.broken(ptx, warps))
         for kernel, ptx, warps in kernels(name, [])
     ]
+
+
+def of_day3(rung: str) -> list[str]:
+    """PTX and machine code of the kernel that makes its descriptors itself."""
+    lesson = import_module("day3_matmul_tk.lesson02_matmul_persistent")
+    with compiled.compiling(90) as made:
+        getattr(lesson, rung)(*(torch.empty(1024, 1024, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)))
+        kernel = made["tma_device_kernel"]
+    with sass.as_file(kernel.asm["cubin"]) as path:
+        return [kernel.asm["ptx"], sass.tool("nvdisasm", "-c", path)]
+
+
+def of_tiles() -> str:
+    """PTX of the kernel that writes linear_cross_entropy's logits, here called for matmul."""
+    with compiled.compiling(90) as made:
+        import_module("course_ops.testing").calls()["matmul M=3200 bfloat16"]()
+        return made["tiles_kernel"].asm["ptx"]
 
 
 # ---- The tests -----------------------------------------------------------------------------------------------------
@@ -98,6 +119,25 @@ def test_no_kernel_breaks_a_rule(name):
     mailboxes = {kernel.split()[-1]: count for kernel, count, _ in found if count}
     assert set(mailboxes.values()) <= {6, 8}, "two consumers or three, one producer"
     assert bool(mailboxes) == (name in (*LESSONS[4:], compiled.COURSE_OPS))
+
+
+@pytest.mark.parametrize("rung", ["tma_device", "warp_specialized"])
+def test_the_only_read_of_a_descriptors_memory_is_dropped(rung):
+    """initcheck reports it."""
+    ptx, code = call_in_compiler("tests.test_ptx_order", "of_day3", rung)
+    assert "tensormap.cp_fenceproxy" in ptx
+    assert "ld.global" not in ptx
+    exchanged = re.findall(r"\bATOMG?\S*EXCH\S* \w+, (\w+),", code)
+    assert len(exchanged) == ptx.count("tensormap.cp_fenceproxy")
+    assert set(exchanged) == {"RZ"}
+    assert not re.search(r"\bLDG?\.E|\bLD\.E", code)
+
+
+def test_logits_leave_by_tma_alone():
+    """initcheck takes them for memory that nothing has written."""
+    ptx = call_in_compiler("tests.test_ptx_order", "of_tiles")
+    assert re.search(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)
+    assert "st.global" not in ptx
 
 
 def test_every_argued_race_is_of_a_kernel_that_is_read_here():

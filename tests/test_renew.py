@@ -11,6 +11,7 @@ import lessonkit.__main__ as cli
 from lessonkit.base import device
 from lessonkit.base.tables import read_csv, with_head
 from lessonkit.commands import renew, show
+from lessonkit.judge import fuzz_cases
 from lessonkit.lesson import Steps, Table, kernels
 from lessonkit.measure import beside, coverage, fingerprint, operator_cases, operator_rows, rows, sanitize, stale
 from lessonkit.pages import watched
@@ -47,7 +48,7 @@ class Processes:
 def renewed(tmp_path, monkeypatch):
     """Renew with these tasks, as {task: what its process does}; returns (what failed, what was done, in order)."""
 
-    def run(tasks, minutes=1.0, cases=(), watches=()):
+    def run(tasks, minutes=1.0, cases=(), watches=(), share=(1, 1)):
         done, log = [], tmp_path / "log"
 
         def command(task, how):
@@ -55,7 +56,7 @@ def renewed(tmp_path, monkeypatch):
             return [sys.executable, "-c", code]
 
         def drawn(names, modes, cases, seconds, workers, say):
-            assert names == []
+            assert names == list(fuzz_cases.questions())[share[0] - 1 :: share[1]]
             assert modes == ["gpu"]
             assert 0 < seconds < 60 * minutes
             done.append("random cases")
@@ -72,9 +73,9 @@ def renewed(tmp_path, monkeypatch):
         monkeypatch.setattr(renew.Watch, "run", watched)
         monkeypatch.setattr(renew.operator_bench, "Processes", Processes(done))
         monkeypatch.setattr(operator_rows, "cases", lambda: list(cases))
-        monkeypatch.setattr(operator_rows, "missing", lambda known, asked: asked)
+        monkeypatch.setattr(operator_rows, "pending", lambda known, asked: asked)
         monkeypatch.setattr(renew.fuzz_pool, "run", drawn)
-        failed = renew.run(minutes, 3, lambda line: None)
+        failed = renew.run(minutes, 3, lambda line: None, *share)
         lines = log.read_text().splitlines() if log.exists() else []
         return failed, lines, done
 
@@ -91,6 +92,28 @@ def test_all_is_called_before_anything_is_timed(renewed):
     assert sorted(lines[1:3]) == sorted(f"ahead: {task}" for task in (table, lesson))
     assert lines[3:] == [f"time: {table}", f"time: {lesson}"]
     assert done == ["ahead: 0 shapes", "random cases"]
+
+
+def test_two_shares_are_all_and_no_task_is_in_both(renewed):
+    tasks = {renew.Task(name): "pass" for name in "abc"}
+    watches = [(renew.Watch(f"course_ops.{name}", "memcheck", renew.Part("forward")), "") for name in ("gelu", "scan")]
+    of_two = []
+    for share in ((1, 2), (2, 2)):
+        failed, lines, done = renewed(tasks, cases=["a shape", "another", "a third"], watches=watches, share=share)
+        assert not [line for line in failed if "shapes" not in line]
+        timed = [line for line in lines if line.startswith("time")]
+        of_two.append((timed, done[0], [line.partition(" forward")[0] for line in done if "memcheck" in line]))
+    assert of_two == [
+        (["time: a", "time: c"], "ahead: 2 shapes", ["course_ops.gelu"]),
+        (["time: a", "time: c", "time: b"], "ahead: 1 shapes", ["course_ops.scan"]),
+    ], "the log is of both"
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b", "1/0"])
+def test_a_share_that_there_is_not_is_refused(share):
+    done = CliRunner().invoke(cli.app, ["renew", "--share", share])
+    assert done.exit_code == 2
+    assert "expected 1/2 for the first of two" in " ".join(done.output.replace("│", " ").split())
 
 
 def test_what_fails_is_said_and_the_rest_is_measured(renewed):
@@ -175,11 +198,13 @@ def test_what_never_ran_is_run_the_cheapest_tool_first(some_gpu):
     ]
 
 
-def test_what_a_tool_said_of_todays_code_is_in_the_table(some_gpu):
+def test_what_a_tool_said_of_todays_code_is_in_the_table(some_gpu, monkeypatch):
     race = sanitize.Report("racecheck", "scan_kernel", "Race reported between Write access and Read access")
     known = [sanitize.Argued(("scan_kernel",), "racecheck", ("Write access", "Read access"), "Why.")]
     sanitize.save(some_gpu, SCAN, "memcheck", Counter(), known)
-    sanitize.save(some_gpu, SCAN, "racecheck", Counter({race: 3}), known)
+    sanitize.save(some_gpu, SCAN, "racecheck", Counter({race: 3}), [])
+    assert states(some_gpu)[SCAN, ""]["racecheck"] == "**1 not argued**"
+    monkeypatch.setattr(sanitize, "argued", lambda: known)  # since then it has been argued
     sanitize.save(some_gpu, SCAN, "synccheck", Counter({replace(race, tool="synccheck"): 1}), known)
     sanitize.save(some_gpu, GELU[0], "memcheck", Counter(), known, renew.Part("forward"))
     sanitize.save(some_gpu, SCAN, "initcheck", Counter(), known, renew.Part("scan_look_back", {"n": 8}, 2))
@@ -232,7 +257,7 @@ def test_a_neighbour_is_asked_by_its_command(some_gpu, monkeypatch):
     commands = []
     monkeypatch.setattr(renew.ncu, "output", lambda command, seconds, **env: (commands.append(command), "", "no GPU"))
     renew.Watch("course_ops.scan", coverage.NEIGHBOUR, renew.Part("forward")).run(some_gpu, 9.0)
-    assert commands[0][-4:] == ["beside", "course_ops.scan", "--rung", "forward"]
+    assert commands[0][-5:] == ["beside", "course_ops.scan", "--rung", "forward", "--no-alone"]
 
 
 def runs(pid):

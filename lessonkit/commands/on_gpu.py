@@ -70,12 +70,12 @@ def sanitized(lessons: Lessons, tools: Sequence[str], part: sanitize.Part) -> li
     return failed
 
 
-def repeated(lessons: Lessons, seconds: float, rung: str) -> list[str]:
+def repeated(lessons: Lessons, seconds: float, rung: str, alone: bool) -> list[str]:
     """Repeat rungs and operators alone and beside another process, and keep what was counted."""
     failed: list[str] = []
     found: list[beside.Repeated] = []
     try:
-        for whole in beside.measured(lessons, seconds, rung):
+        for whole in beside.measured(lessons, seconds, rung, alone=alone):
             found += whole
             for each in whole:
                 where = said("beside another process") if each.neighbour else said("alone")
@@ -87,14 +87,14 @@ def repeated(lessons: Lessons, seconds: float, rung: str) -> list[str]:
                 beside.save(REPORTS / device.name(), [each for each in found if (each.lesson, each.rung) == key])
     except Missing as missing:
         failed.append(str(missing))
-    failed += filter(None, map(beside.wrong, beside.pairs(found)))
+    failed += filter(None, map(beside.wrong, beside.by_case(found)))
     return failed
 
 
 def timed(names: list[str], minutes: float, workers: int) -> None:
-    """Time the shapes of operators that have no row of today's code."""
+    """Time the shapes of operators that have no row of today's code, or are behind a peer by one timing alone."""
     path = rows.REPORTS / device.name() / operator_rows.FILE
-    todo = operator_rows.missing(operator_rows.read(path), operator_rows.cases(names))
+    todo = operator_rows.pending(operator_rows.read(path), operator_rows.cases(names))
     with operator_bench.Processes(workers, minutes) as processes:
         done = operator_bench.run(
             todo, processes.timed, path, minutes, ahead=processes.ahead,

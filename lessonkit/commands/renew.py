@@ -8,6 +8,8 @@ one thing after the other is timed, with nothing beside it.
 
 A process of its own does each thing, this module as a script, since a kernel may hang or break the CUDA context. What
 is measured is kept at once, so a run that was stopped loses what it was at.
+
+On a machine with several GPUs one run for each measures a share of all: the second of two takes every other task.
 """
 
 import sys
@@ -21,6 +23,7 @@ from pathlib import Path
 from lessonkit.base import device
 from lessonkit.base.files import REPORTS, environment
 from lessonkit.commands import show
+from lessonkit.judge import fuzz_cases
 from lessonkit.lesson import Steps, kernels
 from lessonkit.measure import (
     bench,
@@ -90,7 +93,7 @@ class Watch:
     def run(self, folder: Path, seconds: float) -> list[str]:
         """Run it in a process of its own, which ends after the seconds at the latest, and keep what it says; faults."""
         if self.tool == coverage.NEIGHBOUR:
-            command = [sys.executable, "-m", "lessonkit", "beside", self.name, "--rung", self.part.rung]
+            command = [sys.executable, "-m", "lessonkit", "beside", self.name, "--rung", self.part.rung, "--no-alone"]
             code, out, err = ncu.output(command, seconds, **environment())
             return [f"{self}: {' '.join((out + err).split())[-300:]}"] if code else []
         try:
@@ -123,17 +126,21 @@ def watch(
         faults = each.run(folder, limit)
         took = time.monotonic() - began
         say(f"{each}: {took:.0f} s" + ", not to its end" * (took >= limit))
-        return faults if took < limit else []
+        faults = faults if took < limit else []
+        for fault in faults:  # now, in case that the run is stopped
+            say(fault)
+        return faults
 
     with ThreadPoolExecutor(workers) as pool:
         return [fault for faults in pool.map(one, wanted) for fault in faults]
 
 
-def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
-    """Measure until all is of today's code or the minutes are over; what failed, in a line each."""
-    end = time.monotonic() + 60 * minutes
-    tasks, path = old(), REPORTS / device.name() / operator_rows.FILE
-    cases = operator_rows.missing(operator_rows.read(path), operator_rows.cases())
+def run(minutes: float, workers: int, say: Callable[[str], None], nth: int = 1, of: int = 1) -> list[str]:
+    """Measure until all is of today's code or the minutes are over; what failed, in a line each. nth, of: the share."""
+    end, mine = time.monotonic() + 60 * minutes, slice(nth - 1, None, of)
+    tasks, path = old()[mine], REPORTS / device.name() / operator_rows.FILE
+    cases = operator_rows.pending(operator_rows.read(path), operator_rows.cases())[mine]
+    watches = unwatched()[mine]  # now: other shares go by the same list
     say(f"to be measured: of lessons {len(tasks)}, shapes of operators {len(cases)}")
     failed: list[str] = []
     judged, timed = [task for task in tasks if not task.timed], [task for task in tasks if task.timed]
@@ -150,9 +157,10 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     if done < len(cases):
         failed.append(f"{len(cases) - done} shapes of operators: no time was left")
     if (seconds := end - time.monotonic()) > 0:
-        failed += watch(unwatched(), REPORTS / device.name(), seconds * WATCHED, workers, say)
+        failed += watch(watches, REPORTS / device.name(), seconds * WATCHED, workers, say)
     if (seconds := end - time.monotonic()) > 0:
-        failures = fuzz_pool.run([], ["gpu"], CASES, seconds, workers, say)
+        names = list(fuzz_cases.questions())[mine]
+        failures = fuzz_pool.run(names, ["gpu"], CASES, seconds, workers, say)
         failed += [f"{each.case['operator']}: {each.fault}" for each in failures]
     return failed
 

@@ -177,10 +177,13 @@ class _Question:
         return Repeated(**self.about, **counts, neighbour=beside)
 
 
-def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = "") -> Iterator[list[Repeated]]:
+def measured(
+    lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = "", *, alone: bool = True
+) -> Iterator[list[Repeated]]:  # fmt: skip
     """The rungs with what a neighbour can disturb: all alone, then all beside one. A GPU is needed.
 
-    What is yielded is whole: all cases of a rung, which share the seconds. only: the rungs of that name.
+    What is yielded is whole: all cases of a rung, which share the seconds. only: the rungs of that name. alone: False
+    leaves that half out, on a GPU that other processes use meanwhile.
     """
     asked = [
         found
@@ -188,7 +191,7 @@ def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = 
         for rung in lesson.rungs
         if only in ("", rung.__name__) and kinds(name, rung.__name__) and (found := _questions(name, lesson, rung))
     ]
-    for beside in (False, True):
+    for beside in (False, True) if alone else (True,):
         with neighbour() if beside and asked else nullcontext():
             for each in asked:
                 yield [question.repeated(seconds / len(each), beside=beside) for question in each]
@@ -228,22 +231,21 @@ def _taken(lesson: Lesson, rung: Rung) -> tuple[Case, torch.dtype] | None:
     return None
 
 
-def pairs(found: list[Repeated]) -> list[list[Repeated]]:
-    """Of each case what was counted alone and beside another process; a case with one half alone has not been asked."""
+def by_case(found: list[Repeated]) -> list[list[Repeated]]:
+    """Of each case what was counted, alone or not; a case that was not repeated beside a process has not been asked."""
     of_rungs: dict[tuple[str, ...], list[Repeated]] = {}
     for each in found:
         of_rungs.setdefault((each.lesson, each.rung, each.case, each.dtype), []).append(each)
-    return [pair for pair in of_rungs.values() if len(pair) == 2]
+    return [counts for counts in of_rungs.values() if any(each.neighbour for each in counts)]
 
 
-def wrong(pair: list[Repeated]) -> str:
-    """What is wrong with a rung that was repeated alone and beside another process; an empty string if nothing is.
+def wrong(counts: list[Repeated]) -> str:
+    """What is wrong with a rung that was repeated beside another process, or alone; an empty string if nothing is.
 
     Answers that differ need a rung that says so, and have to lie within the checker's allowance.
     """
-    alone, beside = sorted(pair, key=lambda each: each.neighbour)
-    name = f"{beside.lesson}.{beside.rung}"
-    for each, where in ((alone, "alone"), (beside, "beside another process")):
+    for each in sorted(counts, key=lambda each: each.neighbour):
+        name, where = f"{each.lesson}.{each.rung}", "beside another process" if each.neighbour else "alone"
         if each.outside:
             return f"{name}: wrong {where}: {each.outside}"
         if each.differ and not each.varies:
@@ -251,16 +253,6 @@ def wrong(pair: list[Repeated]) -> str:
                 f"{name}: {each.differ} of {each.calls} answers differ {where}; its docstring does not say {VARIES!r}"
             )
     return ""
-
-
-def table(folder: Path, lesson: str, rung: str) -> list[dict[str, str]]:
-    """What is kept of a rung, in the columns of day 5's lesson on neighbours."""
-    mine = [row for row in read_csv(folder / NAME) if (row["lesson"], row["rung"]) == (lesson, rung)]
-    return [
-        {"counted by": "`beside`", "case": row["case"], "rung": rung, "beside a neighbour": row["neighbour"],
-         "calls": row["calls"], "wrong calls": row["differ"], "wrong numbers": "", "in columns": ""}
-        for row in mine
-    ]  # fmt: skip
 
 
 def save(folder: Path, found: list[Repeated]) -> None:

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 from lessonkit.base import renames
-from lessonkit.base.tables import read_csv
+from lessonkit.base.tables import dicts, read_csv
 from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, suits
 from lessonkit.measure import beside, operator_cases, sanitize
@@ -108,7 +108,8 @@ def _today(name: str, part: Part) -> str:
 
 def _watched(folder: Path) -> dict[tuple[str, str], list[_Row]]:
     found: dict[tuple[str, str], list[_Row]] = {}
-    for row in read_csv(folder / sanitize.NAME):
+    kept = dicts(sanitize.marked(folder, sanitize.argued()))  # by today's list, whatever it was when they were kept
+    for row in kept:
         part = Part.of(row.get("part") or "")
         part = Part(renames.rung(row["lesson"], part.rung) if part.rung else "", part.shape, part.sms)
         new = _Row(part, row.get("source") or "", row["what"], row["argued"] == "yes")

@@ -23,6 +23,7 @@ FILE = "operators.csv"
 BETWEEN = " | "  # entries of one cell
 MISSING = "not installed"  # a peer that is absent for this reason leaves the ratio empty: the best is not known
 BEHIND = 0.97  # of the best peer
+TIMES = 3  # a judged shape that is behind is timed so often, and the row in the middle counts
 JUDGED_MS = 0.02  # shorter calls are reported and not judged: a launch takes a good part of them
 PROVENANCE = ("fingerprint", "machine", "seal")  # say which code a row is of; the other columns are what was measured
 PARTS = (later("code"), later("inputs"), later("work"), later("peers"))  # of a fingerprint
@@ -45,6 +46,7 @@ class Row:
     best_peer: str = ""
     best_peer_ms: float = 0.0
     ratio: float = 0.0  # the best peer's ms over ours
+    ratios: str = ""  # "0.951 | 0.963 | 0.958": of each time, where a shape that is behind was timed TIMES times
     percent_of_limit: float = 0.0
     limit_ms: float = 0.0  # a copy of as many bytes, timed in the same rounds; or the FLOPs at the matmul rate
     bytes: int
@@ -71,13 +73,20 @@ class Row:
         return bool(self.ratio) and not self.error and self.ms >= JUDGED_MS
 
     @property
+    def behind(self) -> bool:
+        return self.judged and self.ratio < BEHIND
+
+    @property
     def disturbed(self) -> bool:
         """Whether the times of its calls lie far apart: another process used the GPU, or the call itself varies."""
         return far_apart(self.p20, self.p80)
 
     def sealed(self) -> "Row":
         """The row with the seal that fits it."""
-        measured = [str(value) for name, value in asdict(self).items() if name not in PROVENANCE]
+        named = {name: value for name, value in asdict(self).items() if name not in PROVENANCE}
+        if not self.ratios:
+            del named["ratios"]
+        measured = map(str, named.values())
         return replace(self, seal=hashlib.sha256("|".join(measured).encode()).hexdigest()[:10])
 
 
@@ -233,6 +242,12 @@ def missing(found: Iterable[Row], asked: Iterable[Case]) -> list[Case]:
     return [case for case in asked if (case.key, today(case)) not in known]
 
 
+def pending(found: Sequence[Row], asked: Sequence[Case]) -> list[Case]:
+    """What is to be timed: cases without a row of today's code; then those that are behind, if they were timed once."""
+    once = {(row.key, row.fingerprint) for row in found if row.behind and not row.ratios}
+    return [*missing(found, asked), *(case for case in asked if (case.key, today(case)) in once)]
+
+
 def absences(row: Row) -> dict[str, str]:
     """Peer -> why it was not timed."""
     return dict((entry.split(": ", 1)) for entry in row.absent.split(BETWEEN) if entry)
@@ -265,6 +280,9 @@ def faults(found: Sequence[Row]) -> list[str]:
             wrong.append(f"the best peer is {best!r}")
         if abs(row.ratio - ratio(row)) > 1e-9:
             wrong.append(f"ratio is {row.ratio}, not {ratio(row)}")
+        of_all = sorted(map(float, filter(None, row.ratios.split(BETWEEN))))
+        if of_all and (len(of_all) != TIMES or of_all[TIMES // 2] != row.ratio):
+            wrong.append(f"ratio is {row.ratio}, not in the middle of {row.ratios}")
         if row.ms and abs(row.percent_of_limit - round(100 * row.limit_ms / row.ms, 1)) > 1e-9:
             wrong.append(f"percent_of_limit is {row.percent_of_limit}")
         if not (row.ms or row.error):
@@ -339,7 +357,7 @@ def summaries(found: Iterable[Row]) -> list[Summary]:
                 failed=sum(not row.ratio for row in rows),
                 mean=mean,
                 worst=min(judged, key=lambda row: row.ratio, default=None),
-                behind=sum(row.ratio < BEHIND for row in judged),
+                behind=sum(row.behind for row in judged),
             )
         )
     return made

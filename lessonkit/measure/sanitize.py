@@ -47,7 +47,9 @@ TOOLS = {
     "initcheck": (),
     "synccheck": (),
 }
-OPTIONS = ("--strip-paths", "no", "--print-limit", "100")  # a file of the course is found by its whole path
+# A file of the course is found by its whole path. After so many reports a tool is silent about all kernels, and
+# initcheck makes one a thread.
+OPTIONS = ("--strip-paths", "no", "--print-limit", "100000")
 INSTRUMENTED = ("consan", "iisan")  # TRITON_INSTRUMENTATION_MODE
 ALL = (*TOOLS, *INSTRUMENTED)
 # What a report of each tool begins with, after "Error: " or "Warning: ". Anything else that a tool says is no report.
