@@ -64,6 +64,9 @@ def unfused(x, w, eps):
 
 # Rung 2. New: the row is one block, so x stays in registers between the sum and the scaling.
 # Predicted: 2MN elements through HBM, 1.5 times as fast as rung 1. The kernel also loads MN elements of w, from L2.
+# Short rows are slow. At N = 256 a program loads 512 bytes of x in bf16, and an SM of an H200 holds at most 32
+# programs. That is 16 KB in flight, where Little's law asks for 25 KB. Liger gives a program 16 such rows. Lesson 16
+# shows this step for softmax: from softmax_row to softmax_packed.
 @triton.jit
 def row_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -366,6 +366,19 @@ def test_a_peer_may_round_to_fewer_digits():
     assert another(truth, right.bfloat16() * 1.05).startswith("result 0 is off by")
 
 
+def test_a_peer_may_be_as_inexact_as_a_rung():
+    """A mean of 131,072 squares in fp32, 1024 of them one after another in each of 128 threads; not of 127 threads."""
+    torch.manual_seed(0)
+    x = (torch.randn(16, 1024, 128) + 1).bfloat16().float()
+    right, parts = x.double().square().mean((1, 2)), torch.zeros(16, 128)
+    for squares in x.square().unbind(1):
+        parts += squares
+    truth = check.Truth((), (right, right), (right.float(), x.square().mean((1, 2))), 1.0, None)
+    check.compare(dataclasses.replace(truth, exact=truth.exact[1:], usual=truth.usual[1:]), parts.sum(1) / 2**17)
+    assert another(truth, (None, parts.sum(1) / 2**17)) == ""
+    assert another(truth, (None, parts[:, 1:].sum(1) / 2**17)).startswith("result 1 is off by")
+
+
 @pytest.mark.parametrize(("differ", "said"), [(3, ""), (30, "3% of result 0 differ")])
 def test_a_few_integers_of_a_peer_may_be_rounded_the_other_way(differ, said):
     right = torch.arange(1000)
@@ -387,6 +400,20 @@ def test_a_result_that_a_peer_does_not_give_is_not_compared(monkeypatch):
     found = adding(reference=both, rungs=(both, sum_alone), peers={"sum": sum_alone, "wrong": wrong_sum})
     assert [row.rung for row in bench.bench(ADD, found, said.append)] == ["both", "sum", "copy", "wrong"]
     assert [line.split(":")[0] for line in said] == ["sum_alone at n=64", "wrong at n=64"]
+
+
+def test_a_peer_that_computes_something_else_leaves_the_ratio_to_the_others(monkeypatch):
+    def in_place(x, y):
+        return x.add_(y)
+
+    without_a_gpu(monkeypatch, ms=lambda name: 2 if name == "torch" else 1)
+    said = []
+    found = adding(peers={"torch": torch.add, "sub": torch.sub, "in place": in_place})
+    everything = {row.rung: row for row in bench.bench(ADD, found, said.append)}
+    assert everything["add"].ratio_to_best_peer == 2
+    assert everything["sub"].reason.startswith("Rejected: value: result 0 is off by")
+    assert everything["in place"].reason.startswith("Rejected: changed input")
+    assert [line.partition(", ")[0] for line in said] == ["sub at n=64: left out", "in place at n=64: left out"]
 
 
 def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):

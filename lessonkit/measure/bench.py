@@ -74,7 +74,7 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     kinds: dict[str, str] = {}
     absent: dict[str, str] = {}  # peer -> why it is not timed
     rungs = {rung.__name__: rung for rung in lesson.rungs}
-    incomplete = False  # a peer that belongs here is not: what is left is no measure of the best
+    incomplete = False  # a peer that belongs here has no time: what is left is no measure of the best
 
     def judge(label: str, answer: Any) -> str:
         try:
@@ -89,6 +89,7 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
         """Let a contender take part if it is here, takes the shape, and is right. Its first call also compiles it."""
         nonlocal incomplete
         call = partial(fn, *question.args)
+        unfit = "left out" if kind == "peer" else "NOT TIMED"  # a peer that computes something else is none here
         try:
             with check.left_alone(question.args):
                 wrong = answers.enter(label, call)
@@ -100,14 +101,12 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
         except Exception as error:
             words = f"{type(error).__name__}: {str(error)[:300]}"
             refused = kind == "peer" and not isinstance(error, check.Rejected)  # the peer's own error
-            said = f"left out, it refuses: {words}" if refused else f"NOT TIMED, {words}"
-            incomplete |= kind == "peer" and not refused
+            said = f"{unfit}, it refuses: {words}" if refused else f"{unfit}, {words}"
         else:
             if not wrong:
                 contenders[label], kinds[label] = call, kind
                 return
-            said = f"NOT TIMED, Rejected: {wrong[:300]}"
-            incomplete |= kind == "peer"
+            said = f"{unfit}, Rejected: {wrong[:300]}"
         say(f"{label} at {shape_name(shape)}: {said}")
         if kind == "peer":
             absent[label] = said.partition(", ")[2]
@@ -180,7 +179,7 @@ def _rows(
     *,
     complete: bool = True,
 ) -> list[rows.Row]:
-    """complete: every peer that takes the shape is here. Without one of them no ratio to the best is given."""
+    """complete: every peer that computes this at this shape is here. Without one no ratio to the best is given."""
     work = lesson.work(dtype=lesson.bench_dtype, **shape)
     dtype = str(lesson.bench_dtype).removeprefix("torch.")
     # The floor at this size: a copy of as many bytes, timed in the same rounds; or the FLOPs at the matmul rate.

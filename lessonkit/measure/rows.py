@@ -29,6 +29,7 @@ REASONS = (
           "{got}, more off than {off}"),
     later("Rejected: value: result {result}: {wrong} of {all} wrong, all in {where}, the first at {first}: expected "
           "{expected}, got {got}, more off than {off}"),
+    later("Rejected: value: result {result} is off by {error} in the mean, PyTorch's by {usual}"),
 )  # fmt: skip
 OWN_VERSION = ("torch", "SDPA", "cuBLASLt", "CUB")  # peers that begin so come with what the columns torch and cuda name
 ELSEWHERE = " §"  # behind the name of a peer that only another lesson of the operator timed (results.beside)

@@ -34,6 +34,7 @@ WAITS = {  # what helps, by what binds
     "compute": later("matmuls that run under what is none"),
     "latency": later("more bytes in flight: longer loads, more programs an SM"),
     "latency beside matmuls": later("matmuls in flight while the softmax, the mask or the epilogue run"),
+    "latency beside FMAs": later("smaller tiles or parts of K, so that every SM has work, and loads under the FMAs"),
     "launch": later("fewer launches: fusion, a graph, a larger batch"),
 }
 
@@ -369,7 +370,8 @@ def _next(behind: Sequence[tuple[str, Fastest]], table: Streams | None) -> str:
         return said("At no shape is a library faster than the fastest rung by more than two runs differ.")
     name, best = behind[0]
     row, what = best.row, bound(best.row)
-    advice = WAITS["latency beside matmuls" if what == "latency" and row.limited_by_math else what]
+    beside = "FMAs" if row.dtype == "float32" else "matmuls"  # fp32 has no tensor cores
+    advice = WAITS[f"latency beside {beside}" if what == "latency" and row.limited_by_math else what]
     left = 100 / _percent(row, table)
     near, far = said("it is near its limit already"), said("the limit leaves {left} times").format(left=f"{left:.2f}")
     return said(
