@@ -260,8 +260,9 @@ def check(which: Which = "") -> None:
         show.console.rule(said(title(name)))
         try:
             wrong = show.checks(lesson)
-        except (Misdeclared, NotImplementedError) as mistake:  # the latter: begun by `new`, and not written yet
-            failed.append(str(mistake))
+        except Exception as error:  # of a rung, of a reference that is not written yet, of a compiler
+            said_by = "" if isinstance(error, Misdeclared) else f"{name}: "
+            failed.append(f"{said_by}{show.raised(error)}")
             asked = [q for q in verify.questions(name, lesson) if q.kind in ("listed", "declared")]
             failed += show.questions(asked)
             continue
@@ -732,13 +733,14 @@ def repeat_beside(
 
 @write(name="new")
 def new_lesson(
-    name: Annotated[str, typer.Argument(help="Its name in full: day2_triton_basics.lesson18_silu.")],
+    name: Annotated[str, typer.Argument(help="In full: day2_triton_basics.lesson18_silu, cuda_src.25_silu.")],
     problem: Annotated[str, typer.Option(help="The file of problems/ that it answers; a new one is begun.")],
     after: Annotated[str, typer.Option(help="The lesson that stands before it in the whole course.")],
 ) -> None:
-    """Begin a Triton lesson: its file, its problem if that is new, and its line in the path of the whole course.
+    """Begin a lesson: its file, its problem if that is new, and its line in the path of the whole course.
 
-    A lesson in CUDA C++ begins as a copy of cuda_src/02_vector_add.cu and .py.
+    In Triton, `new day2_triton_basics.lesson18_silu --problem silu --after lesson03_gelu`; in CUDA C++, where it has
+    a program too, `new cuda_src.25_silu --problem silu --after 02_vector_add`.
     """
     try:
         made = new.lesson(name, problem, _one(after)[0])
@@ -746,18 +748,31 @@ def new_lesson(
         raise typer.BadParameter(str(why)) from None
     for path in made:
         show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
-    command = f"{exercises.COURSE} check {name.partition('.')[2]}"
+    stem = name.partition(".")[2]
+    command = f"{exercises.COURSE} check {stem}"
     show.console.print(said("What it still lacks says: {command}").format(command=command))
-    words = said("The suite asks more, its hours, translations and pages: {command}")
-    show.console.print(words.format(command="python3 course.py test"))
+    made_by = [f"compile {stem}", *[f"count {stem}"] * (made[1].suffix == ".cu"), "translate", "report"]
+    words = said("When that passes, these make its compiled figures, its messages and its pages: {commands}")
+    show.console.print(words.format(commands="; ".join(f"{exercises.COURSE} {each}" for each in made_by)))
 
 
 @write()
-def depends(function: str) -> None:
-    """What depends on a function: lessons, operators, rows. `ring_slot`, `problems.gelu.inputs`, `cuda_src/a.cu:f`."""
+def depends(
+    function: Annotated[
+        str, typer.Argument(help="ring_slot, problems.gelu.inputs, or cuda_src/02_vector_add.cu:add_one.")
+    ],
+) -> None:
+    """Say which lessons, operators and rows depend on a function, a kernel or a constant: `depends softmax_row_kernel`.
+
+    These rows become old when its code changes. Where several have that name, all are listed. A block size is often
+    an argument: ask then of the function that launches the kernel.
+    """
     if dependents.is_of_the_kit(function):
         words = said("{function} judges lessons: no row depends on it, and every lesson's checks may")
         _end([words.format(function=function)])
+    if inside := dependents.functions_of(function):
+        words = said("{module} is a module: name one of its functions, {functions}")
+        _end([words.format(module=function, functions=", ".join(inside))])
     with show.console.status(said("reading what lessons and operators reach")):
         found = dependents.dependents(function)
         places = [] if found else dependents.defined(function)
