@@ -584,7 +584,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
 @measure(name="report")
 def write_report(
     which: Annotated[str, typer.Argument(help="Nothing, or `final`: the report that day 5 ends with.")] = "",
-    operator: Annotated[str, typer.Option(help="Whose story the final report tells.")] = "",
+    operator: Annotated[str, typer.Option(help="The operator that the final report is about.")] = "",
 ) -> None:
     """Rebuild every page, plot and results block from the rows; `report final`: the final report."""
     if which not in ("", "final"):
@@ -662,7 +662,10 @@ def judge_mutants(
     again: Annotated[bool, typer.Option("--again", help="Judge also those that have a verdict of today.")] = False,
     workers: Annotated[int, typer.Option(help="So many at a time, each in a process of its own.")] = 4,
 ) -> None:
-    """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
+    """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts.
+
+    `check` judges all others, on any machine.
+    """
     which = _meant(which)
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: these mutants are of kernels that run on one kind of GPU only."))
@@ -686,7 +689,7 @@ def run_sanitizers(
         int, typer.Option(help="Fill so many SMs: with few, a small shape gives a persistent program several tiles.")
     ] = 0,
 ) -> None:
-    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error.
+    """Run every kernel under compute-sanitizer's tools and Triton's own; a report needs a reason in sanitize.toml.
 
     Lessons by their checks, operators by small cases that launch each kernel of their dispatch. Rows are kept.
     """
@@ -806,18 +809,22 @@ write()(languages.translate)
 @write(name="fuzz")
 def fuzz_operators(
     operators: Annotated[list[str] | None, typer.Argument(help="Of course_ops (softmax); nothing: all.")] = None,
-    cases: Annotated[int, typer.Option(help="So many of today's code, for each operator, direction and mode.")] = 500,
+    cases: Annotated[
+        int, typer.Option(help="For each operator, direction and mode; earlier runs of the same code count.")
+    ] = 500,
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
     workers: Annotated[
         int,
-        typer.Option(help="So many processes run bursts that share kernels, on a GPU one a core; 0: one by one."),
+        typer.Option(
+            help="Processes that run cases in bursts; 0: one case after another; -1: one a core, without a GPU 0."
+        ),
     ] = -1,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
     ] = None,
     replay: Annotated[str, typer.Option(help="Run this case, as JSON, and draw none.")] = "",
 ) -> None:
-    """Ask course_ops what hypothesis draws: shapes, strides, dtypes, values, options, and calls to be refused.
+    """Call course_ops with random cases: shapes, strides, dtypes, values, options, and calls that must be refused.
 
     Counts are added to reports/fuzz.csv. Each fault's smallest case is added to tests/fuzz/found.jsonl.
     """
@@ -883,7 +890,7 @@ def try_versions(
     """Check every kernel interpreted, and compile it, with each PyTorch and Triton; write reports/versions.csv.
 
     Makes an environment of 6 GB for each PyTorch in the cache; a pair that cannot be installed gets a row that says
-    why. Needs no GPU. A stopped run goes on where it was. Of some lessons nothing is written.
+    why. Needs no GPU. A stopped run goes on where it was. For named lessons nothing is written.
     Triton 3.10 will switch fused multiply-add off by default: last bits and speed of kernels may then change.
     """
     which = _meant(which)
