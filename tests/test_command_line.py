@@ -122,6 +122,28 @@ def test_check_names_what_is_wrongly_declared(monkeypatch):
         assert says in result.output
 
 
+def test_check_says_where_a_lessons_own_code_fails(monkeypatch):
+    """An error of a rung is a line with its place, and what else is asked of the lesson is asked."""
+    ((name, right),) = discover("day2_triton_basics.lesson01_vector_add")
+    add = right.rungs[0]
+
+    def takes_one(x):
+        return add(x, 0)
+
+    for rung, says in (
+        (takes_one, r"TypeError: .*takes_one\(\) takes 1 positional argument but 2 were given"),
+        (lambda x, y: add(x, 0), rf"{name}: \w+: .* \((day2_triton_basics/lesson01_vector_add|tests/\w+)\.py:\d+\)"),
+    ):
+        broken = dataclasses.replace(right, rungs=(rung,), passes={}, predicted=(), grad=None)
+        monkeypatch.setattr(cli, "discover", lambda which="", broken=broken: iter([(name, broken)]))
+        monkeypatch.setattr(show.console, "_width", 1000)
+        result = invoke(cli.app, ["check", name])
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit)
+        assert re.search(says, result.output), result.output
+        assert "listed" in result.output
+
+
 @pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])
 def test_an_unknown_lesson_is_a_mistake(command):
     assert invoke(cli.app, [*command.split(), "lesson99"]).exit_code == 2

@@ -69,6 +69,10 @@ def test_what_nothing_reaches_is_said():
     code, text = said("lessonkit.judge.check.check")
     assert code == 1
     assert "judges lessons" in text
+    for name in ("course_ops.kernels.gelu", "course_ops/kernels/gelu.py"):
+        code, text = said(name)
+        assert code == 1
+        assert f"{name} is a module: name one of its functions, gelu_kernel, gelu," in " ".join(text.split())
     code, text = said("mean_kernel")
     assert code == 0
     assert "what depends on mean_kernel: 1 lesson, 0 operators, " in text

@@ -4,6 +4,7 @@ import os
 import sys
 
 import lessonkit.base.device as device
+from lessonkit.base import process
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import counters
@@ -14,7 +15,7 @@ from lessonkit.pages import report
 import pytest
 
 PROGRAMS = [pytest.param(name, lesson.extension, id=name) for name, lesson in kernels() if lesson.extension]
-SANITIZER = ncu.find("compute-sanitizer")
+SANITIZER = toolchain.find_tool("compute-sanitizer")
 NO_SANITIZER = "" if device.HAS_GPU and SANITIZER else "needs a GPU and compute-sanitizer"
 # (tool, the program's name) -> what of it the tool cannot judge.
 BEYOND = {
@@ -34,7 +35,7 @@ def test_program_is_clean_under_compute_sanitizer(tool, name, extension):
     one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     around = [SANITIZER, "--tool", tool, *sanitize.TOOLS[tool], "--error-exitcode", "86", "--print-limit", "5"]
     command = [*around, str(program)]
-    code, out, err = ncu.output(command, 120, COURSE_SMALL="1", CUDA_VISIBLE_DEVICES=one)
+    code, out, err = process.output(command, 120, COURSE_SMALL="1", CUDA_VISIBLE_DEVICES=one)
     assert code == 0, f"{tool}, exit code {code}:\n{out[-6000:]}\n{err[-2000:]}"
     assert "right" in out, out[-6000:] + err[-2000:]
 
@@ -113,7 +114,7 @@ fi
 def test_count_asks_again_for_the_lessons_behind_a_crash(tmp_path, monkeypatch):
     (tmp_path / "ncu").write_text(NCU)
     (tmp_path / "ncu").chmod(0o755)
-    monkeypatch.setattr(ncu, "find", lambda tool: str(tmp_path / tool))
+    monkeypatch.setattr(ncu.toolchain, "find_tool", lambda tool: str(tmp_path / tool))
     monkeypatch.setattr(ncu.build, "build", lambda products: [])
     monkeypatch.setattr(ncu, "ROOT", tmp_path)
     monkeypatch.setattr(rows, "REPORTS", tmp_path / "reports")
@@ -140,7 +141,7 @@ def test_the_counts_page_is_made_from_its_rows():
 
 
 def test_a_tool_that_hangs_is_ended_with_its_children():
-    code, out, err = ncu.output(["sh", "-c", f"echo begun; {sys.executable} -c 'import time; time.sleep(60)'"], 3)
+    code, out, err = process.output(["sh", "-c", f"echo begun; {sys.executable} -c 'import time; time.sleep(60)'"], 3)
     assert (code, out) == (124, "begun\n")
     assert "ended after 3 s" in err
 
@@ -150,6 +151,6 @@ def test_without_gpu_or_ncu_one_line_says_so(monkeypatch, tmp_path):
     assert "No GPU" in ncu.lacks()
     monkeypatch.setattr(device, "HAS_GPU", True)
     monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))
-    monkeypatch.setattr(ncu.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda *args, **kwargs: None)
     assert "install Nsight Compute" in ncu.lacks()
     assert "\n" not in ncu.lacks()

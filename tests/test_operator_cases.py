@@ -119,9 +119,11 @@ def test_what_is_handed_to_the_driver_is_what_was_chosen(monkeypatch):
     case = Chosen({"n": 8}, "float32", ("a", "b"), deterministic=True, varies=False)
     monkeypatch.setattr(operator_cases, "chosen", lambda name, direction, large: (case, case))
     commands = []
-    monkeypatch.setattr(sanitize.ncu, "find", lambda tool: tool)
+    monkeypatch.setattr(sanitize.toolchain, "find_tool", lambda tool: tool)
     said = f"{sanitize.DONE}\n========= ERROR SUMMARY: 0 errors\n"
-    monkeypatch.setattr(sanitize.ncu, "output", lambda command, seconds, **env: (commands.append(command), said, ""))
+    monkeypatch.setattr(
+        sanitize.process, "output", lambda command, seconds, **env: (commands.append(command), said, "")
+    )
     for shape in ({}, {"n": 3}):
         assert not sanitize.run("course_ops.scan", "memcheck", sanitize.Part("forward", shape))
     sent = [[Chosen(**each) for each in json.loads(command[-1])] for command in commands]

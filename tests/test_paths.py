@@ -110,7 +110,8 @@ def test_every_lesson_says_what_it_teaches_and_its_guides_have_a_row():
         assert 0 < said.hours <= 7  # a ladder is a folder of files
         folder, _, stem = name.partition(".")
         for readme in guides.GUIDES.values():
-            assert (ROOT / folder / readme).read_text().count(f"| [{stem}](") == 1, f"{folder}/{readme}: {stem}"
+            rows = (ROOT / folder / readme).read_text().count(f"| [{stem}](")
+            assert rows == 1, f"{folder}/{readme} has {rows} rows of {stem}: python -m lessonkit report"
 
 
 def test_a_lesson_that_says_nothing_is_named(monkeypatch):

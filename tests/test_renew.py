@@ -255,7 +255,9 @@ def test_the_page_counts_what_is_of_today(some_gpu):
 
 def test_a_neighbour_is_asked_by_its_command(some_gpu, monkeypatch):
     commands = []
-    monkeypatch.setattr(renew.ncu, "output", lambda command, seconds, **env: (commands.append(command), "", "no GPU"))
+    monkeypatch.setattr(
+        renew.process, "output", lambda command, seconds, **env: (commands.append(command), "", "no GPU")
+    )
     renew.Watch("course_ops.scan", coverage.NEIGHBOUR, renew.Part("forward")).run(some_gpu, 9.0)
     assert commands[0][-5:] == ["beside", "course_ops.scan", "--rung", "forward", "--no-alone"]
 

@@ -122,7 +122,9 @@ def test_links_lead_somewhere(page):
 def test_every_lesson_is_in_its_days_guide(readme):
     for name, _ in discover():
         day, stem = name.split(".")
-        assert stem in (ROOT / day / readme).read_text(), f"{day}/{readme} does not mention {stem}"
+        assert stem in (ROOT / day / readme).read_text(), (
+            f"{day}/{readme} does not mention {stem}: python -m lessonkit report"
+        )
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)

@@ -253,8 +253,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
-    monkeypatch.setattr(sanitize.ncu, "find", lambda tool: f"/bin/{tool}")
-    monkeypatch.setattr(sanitize.ncu, "output", output)
+    monkeypatch.setattr(sanitize.toolchain, "find_tool", lambda tool: f"/bin/{tool}")
+    monkeypatch.setattr(sanitize.process, "output", output)
     monkeypatch.setattr(sanitize.rows, "machine", lambda: {"gpu": "some-gpu"})
     monkeypatch.setattr(sanitize, "argued", lambda: [KNOWN])
     return said, commands

@@ -46,8 +46,7 @@ class Spoken(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest, wanted = _without_language(args)
         ctx.with_resource(speaking(wanted))
-        if language() != "en":
-            _say_help(self, ctx)
+        _say_help(self, ctx)
         _frame(ctx)
         return super().parse_args(ctx, rest)
 
@@ -89,7 +88,10 @@ def _frame(ctx: Any) -> None:
 
 
 def _say_help(command: Any, ctx: Any) -> None:
-    """Translate the help of a command, of its arguments and options, and of the commands in it."""
+    """Say in the language the help of a command, of its arguments and options, and of the commands in it.
+
+    Each paragraph becomes one line, which the terminal breaks: rich keeps the line ends of all but the first.
+    """
     if command.help:
         command.help = "\n\n".join(said(each) for each in catalogues.help_paragraphs(command.help))
     for parameter in command.get_params(ctx):

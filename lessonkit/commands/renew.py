@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from lessonkit.base import device
+from lessonkit.base import device, process
 from lessonkit.base.files import REPORTS, environment
 from lessonkit.commands import show
 from lessonkit.judge import fuzz_cases
@@ -30,7 +30,6 @@ from lessonkit.measure import (
     coverage,
     fuzz_pool,
     gpu_mutants,
-    ncu,
     operator_bench,
     operator_rows,
     sanitize,
@@ -94,7 +93,7 @@ class Watch:
         """Run it in a process of its own, which ends after the seconds at the latest, and keep what it says; faults."""
         if self.tool == coverage.NEIGHBOUR:
             command = [sys.executable, "-m", "lessonkit", "beside", self.name, "--rung", self.part.rung, "--no-alone"]
-            code, out, err = ncu.output(command, seconds, **environment())
+            code, out, err = process.output(command, seconds, **environment())
             return [f"{self}: {' '.join((out + err).split())[-300:]}"] if code else []
         try:
             _, errors = sanitize.watched(folder, self.name, self.tool, self.part, sanitize.argued(), seconds)
@@ -176,7 +175,7 @@ def _done(task: Task, how: str, until: float, say: Callable[[str], None]) -> str
     start = time.monotonic()
     if until - start < 1:
         return f"{task}: no time was left"
-    code, out, err = ncu.output(task.command(how), until - start, **environment())
+    code, out, err = process.output(task.command(how), until - start, **environment())
     if time.monotonic() >= until:
         return f"{task}: no time was left"
     say(f"{task}, {how}: {time.monotonic() - start:.0f} s, exit code {code}")

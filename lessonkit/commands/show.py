@@ -3,13 +3,15 @@
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lessonkit.base import chips, device
-from lessonkit.base.errors import Missing, Unsupported
-from lessonkit.base.files import REPORTS
+from lessonkit.base.errors import Misdeclared, Missing, Unsupported
+from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.prose import atoms, breaks, normal, wrapped
 from lessonkit.base.prose import columns as columns_of
 from lessonkit.base.words import language, later, listed, said
@@ -220,12 +222,22 @@ def questions(asked: Iterable[Question]) -> list[str]:
             except LeftOut as why:
                 answer = said("left out"), str(why)
             except Exception as wrong:
-                words = str(wrong) if isinstance(wrong, AssertionError) else f"{type(wrong).__name__}: {wrong}"
+                words = raised(wrong)
                 answer = said("WRONG"), words
                 failed.append(f"{question}: {words}")
             body.append([question.kind, question.subject, *answer])
     table(said("also asked"), [said("question"), said("of"), "", ""], body)
     return failed
+
+
+def raised(error: Exception) -> str:
+    """What an error says: the kit's own words; of another error its type too, and the line of the course it is from."""
+    if isinstance(error, AssertionError | Misdeclared | NotImplementedError):
+        return str(error)
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    course = [(path.relative_to(ROOT), line) for path, line in frames if path.is_relative_to(ROOT)]
+    places = [f" ({path}:{line})" for path, line in course if path.parts[0] not in (".venv", "lessonkit")]
+    return f"{type(error).__name__}: {str(error).strip()}{places[-1] if places else ''}"
 
 
 def timed(name: str, lesson: Lesson) -> int:

@@ -45,6 +45,13 @@ def find_nvcc() -> str:
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders)) or ""
 
 
+def find_tool(tool: str) -> str:
+    """ncu or compute-sanitizer: on PATH, in CUDA_HOME, in the toolkit's folder; empty if nowhere."""
+    homes = [os.environ.get("CUDA_HOME"), USUAL]
+    folders = [f"{home}/bin" for home in homes if home] + [str(p) for p in Path("/opt/nvidia").glob("nsight-compute/*")]
+    return shutil.which(tool) or shutil.which(tool, path=os.pathsep.join(folders)) or ""
+
+
 def find_gxx() -> str:
     return shutil.which(os.environ.get("CXX", "g++")) or ""
 

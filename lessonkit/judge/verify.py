@@ -280,8 +280,8 @@ def mutant(name: str, lesson: Lesson, mutant: Mutant) -> str:
         verdict = apart.Verdict.of(mutants.first_rejection(lesson, wrong))
     assert verdict.caught_by, f"the checks accept a wrong version: {mutant.why}"
     assert verdict.is_as_declared(mutant), (
-        f"{mutant.why}: rejected by {verdict.caught_by!r} on {verdict.where}, the lesson says {mutant.caught_by!r}: "
-        f"{verdict.said}"
+        f"{mutant.why}: rejected by {verdict.caught_by!r} on {verdict.where}, the lesson says {mutant.caught_by!r}. "
+        f"If this is the mistake that you meant, write caught_by={verdict.caught_by!r} in its Mutant. {verdict.said}"
     )
     return f"rejected by {verdict.caught_by}, on {verdict.where}"
 
@@ -390,6 +390,7 @@ def unwritten(name: str, lesson: Lesson | Steps) -> list[str]:
     files = {ROOT / f"{name.replace('.', '/')}.py"}
     if isinstance(lesson, Lesson):
         files.add(Path(inspect.getfile(lesson.reference)))
+        files |= {lesson.extension.source} if lesson.extension else set()
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted(files)

@@ -1,5 +1,6 @@
 """Which lessons, operators and rows depend on a function: those whose fingerprint counts it."""
 
+import ast
 import difflib
 import re
 from collections.abc import Iterable, Iterator
@@ -85,6 +86,15 @@ def defined(name: str) -> list[Path]:
         if (path.suffix == ".py" and python.search((ROOT / path).read_text()))
         or (path.suffix in (".cu", ".cuh") and last in {d.name for d in definitions((ROOT / path).read_text())})
     ]
+
+
+def functions_of(module: str) -> list[str]:
+    """The functions at the top of a module, named as a module or a file, of one of the rooms; none if it is no such."""
+    parts = re.split(r"[./]", module.removesuffix(".py"))
+    path = ROOT.joinpath(*parts).with_suffix(".py")
+    if not path.is_file() or not any(Path(parts[0]).match(room) for room in ROOMS):
+        return []
+    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
 
 
 def closest(name: str) -> list[str]:

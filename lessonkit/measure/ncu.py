@@ -8,11 +8,7 @@ import csv
 import faulthandler
 import importlib
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -23,6 +19,7 @@ from typing import Any
 from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT, changing, write_atomically
+from lessonkit.base.process import output
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import later, said
 from lessonkit.cuda import build, toolchain
@@ -62,34 +59,13 @@ MARK = "spin_kernel"  # torch.cuda._sleep's
 SECONDS, RUNG_SECONDS = 240, 40  # a hung kernel must not hang the command: the driver ends itself before ncu is ended
 
 
-def find(tool: str) -> str:
-    """ncu or compute-sanitizer: on PATH, in CUDA_HOME, in the toolkit's folder; empty if nowhere."""
-    homes = [os.environ.get("CUDA_HOME"), toolchain.USUAL]
-    folders = [f"{home}/bin" for home in homes if home] + [str(p) for p in Path("/opt/nvidia").glob("nsight-compute/*")]
-    return shutil.which(tool) or shutil.which(tool, path=os.pathsep.join(folders)) or ""
-
-
 def lacks() -> str:
     """The one line that says why nothing can be counted here, or an empty string."""
     if not device.HAS_GPU:
         return "No GPU was found, so there is nothing that ncu could count: python -m lessonkit count emulates."
-    if not find("ncu"):
+    if not toolchain.find_tool("ncu"):
         return "no ncu, so the GPU's counters cannot be read: install Nsight Compute (it comes with the CUDA toolkit)"
     return toolchain.lacks("nvcc", "g++", "Python.h", "ninja")
-
-
-def output(command: Sequence[str], seconds: float, **env: str) -> tuple[int, str, str]:
-    """Exit code (124 if it took too long), stdout and stderr of a tool, which is ended with all that it has started."""
-    given = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    with subprocess.Popen(command, env=given, cwd=ROOT, start_new_session=True, **pipes) as running:
-        try:
-            out, err = running.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
-            out, err = running.communicate()
-            return 124, out, f"{err}\nended after {seconds:.0f} s"
-        return running.returncode, out, err
 
 
 def base(kernel: str) -> str:
@@ -115,7 +91,7 @@ def count(names: Sequence[str]) -> list[str]:
     if found:
         place = path(rows.REPORTS / device.name())
         fresh = {row["lesson"] for row in found}
-        release = re.findall(r"Version\s+([\d.]+)", output([find("ncu"), "--version"], 30)[1])
+        release = re.findall(r"Version\s+([\d.]+)", output([toolchain.find_tool("ncu"), "--version"], 30)[1])
         about = {**rows.machine(), "ncu": f"ncu {release[0] if release else ''}".strip()}
         with changing(place):
             kept = [row for row in read_csv(place) if row["lesson"] not in fresh]
@@ -127,7 +103,7 @@ def count(names: Sequence[str]) -> list[str]:
 
 def _known() -> list[str]:
     """Those counters that this GPU has, as far as ncu lists them."""
-    listed = output([find("ncu"), "--query-metrics"], 60)[1]
+    listed = output([toolchain.find_tool("ncu"), "--query-metrics"], 60)[1]
     wanted = [name for names in COUNTERS.values() for name in names]
     here = [name for name in wanted if re.search(rf"^\s*{name.removesuffix('.sum')}\b", listed, re.MULTILINE)]
     return here or [names[0] for names in COUNTERS.values()]
@@ -138,7 +114,16 @@ def _profile(names: list[str], metrics: list[str], said: list[str]) -> tuple[lis
     with tempfile.TemporaryDirectory() as folder:
         turns = Path(folder) / "turns"
         turns.touch()
-        command = [find("ncu"), "--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none"]
+        command = [
+            toolchain.find_tool("ncu"),
+            "--csv",
+            "--print-units",
+            "base",
+            "--clock-control",
+            "none",
+            "--cache-control",
+            "none",
+        ]
         command += ["--profile-from-start", "off", "--kernel-name", "regex:_kernel", "--metrics", ",".join(metrics)]
         command += [sys.executable, "-m", "lessonkit.measure.ncu", str(turns), *names]
         code, out, err = output(command, SECONDS)

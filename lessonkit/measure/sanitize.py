@@ -25,11 +25,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lessonkit.base import device
+from lessonkit.base import device, process
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import said
+from lessonkit.cuda import toolchain
 from lessonkit.judge import check
 from lessonkit.lesson import Lesson
 from lessonkit.measure import ncu, operator_cases, rows
@@ -187,7 +188,7 @@ def lacks(tool: str) -> str:
         return said("No GPU was found: the sanitizers watch kernels that run. `check` watches addresses without one.")
     if tool in INSTRUMENTED:
         return "" if tool in instrumented() else f"this Triton has no {tool}"
-    if not ncu.find("compute-sanitizer"):
+    if not toolchain.find_tool("compute-sanitizer"):
         return "no compute-sanitizer: it comes with the CUDA toolkit; put its folder on PATH"
     return ""
 
@@ -245,13 +246,13 @@ def run(name: str, tool: str, part: Part = Part(), seconds: float = SECONDS) -> 
     # Each tensor an allocation of its own: past its end begins nothing else that is valid.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     if tool in INSTRUMENTED:
-        code, out, err = ncu.output(command, seconds, **env, TRITON_INSTRUMENTATION_MODE=tool)
+        code, out, err = process.output(command, seconds, **env, TRITON_INSTRUMENTATION_MODE=tool)
         found = parsed(tool, out + err)
         if code and not found:
             raise NotUnderstood(f"{name} under {tool}: exit code {code}: {_last_words(out + err)}")
         return found
-    around = [ncu.find("compute-sanitizer"), *OPTIONS, "--tool", tool, *TOOLS[tool]]
-    code, out, err = ncu.output([*around, *command], seconds, **env)
+    around = [toolchain.find_tool("compute-sanitizer"), *OPTIONS, "--tool", tool, *TOOLS[tool]]
+    code, out, err = process.output([*around, *command], seconds, **env)
     if DONE not in out:
         raise NotUnderstood(f"{name} under {tool}: not every rung ran (exit code {code}): {_last_words(out + err)}")
     return parsed(tool, out + err)
