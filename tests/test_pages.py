@@ -329,7 +329,7 @@ def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypa
     monkeypatch.setattr(results, "language", lambda lesson: "Triton")
     assert "| 1.25 to 1.50 (2 of 3 shapes) |" in operator_pages.overview("en", Today(kernels()))
     monkeypatch.setattr(final_report, "EVEN", 2)
-    ((_, worst),) = final_report._behind(final_report._slower(FOLDERS[0], []))
+    ((_, worst),) = final_report._behind(final_report._slower([ladder], []))
     assert worst.row.ratio_to_best_peer == 1.25
 
 
@@ -587,13 +587,16 @@ def test_the_final_report_counts_what_it_shows():
     """0.996 is shown as 1.00; 89.9 with the decimal that says why it is below 90. What has no ratio is named."""
     known = {"even": (0.996, 89.94), "lost": (0.964, 90.04), "just": (0.966, 100.4), "blank": (0, 12.3)}
     found = [contest(name, ratio_to_best_peer=r, percent_of_limit=p) for name, (r, p) in known.items()]
-    libraries, machine = final_report._findings(found, [], None, [])
-    assert "3 of 4 operators are judged. Of these 1 are at least as fast" in libraries
-    assert "and 1 are behind by less" in libraries
+    libraries, machine = final_report._findings(found, [], [], None, [])
+    assert "of 3 operators 1 are at least as fast" in libraries
+    assert "and 1 are behind by no more" in libraries
     assert "Slower: lost 0.96." in libraries
     assert libraries.endswith("missing: blank.")
     assert "2 of 4 reach 90%" in machine
     assert machine.endswith("Below: blank 12%, even 89.9%.")
+    libraries, machine = final_report._findings([contest("sort", percent_of_limit=10.0)], ["hash"], [], None, [])
+    assert libraries.endswith("No library has hash.")
+    assert "which no algorithm of sort reaches" in machine
     lines = [final_report._line(c, None, Today(kernels())) for c in found]
     assert [line["of limit"] for line in lines] == ["89.9%", "90.0%", "100%", "12%"]
     assert [line["over it"] for line in lines] == ["1.00", "**0.96**", "0.97", "‡"]
@@ -605,16 +608,14 @@ def test_the_final_report_marks_what_was_measured_before_the_code_changed(monkey
     assert line["rate"].endswith(" \\*")
     block = final.Block(text="About \\*", table=({"rate": line["rate"], "over": "**0.9** \\*"},))
     assert "\\" not in final.as_html("", [block], {})
-    text = final_report.build(FOLDERS[0])[1][-1].text
-    assert operator_pages.ABOUT in text
+    assert operator_pages.ABOUT in final_report.build(FOLDERS[0])[1][-1].items[0]
 
 
 def test_the_final_report_says_a_prediction_in_the_unit_of_its_result(lesson):
     """Predicted 1 ms, measured 2 ms at 4 TB/s."""
     lesson = dataclasses.replace(lesson, predicted=(Prediction(rung=lesson.rungs[2], at=N, ms=1.0),))
     (pair,) = predictions.compared(lesson, [a_row()])
-    line = final_report._failed(pair)
-    assert (line["predicted"], line["measured"], line["measured / predicted"]) == ("8 TB/s", "4 TB/s", "0.50")
+    assert ": predicted 8 TB/s, measured 4, a ratio of 0.50." in final_report._failed(pair)
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
@@ -636,7 +637,7 @@ def test_the_next_hour_is_no_gap_that_what_ships_has_closed(lesson):
     slower = [("add", best[0], 1.2), ("add", best[1], 0.9), ("sum", best[2], 0.966)]
     assert final_report._behind(slower) == [("add", best[1])]
     (said,) = final_report._left_out(slower)
-    assert said.startswith("Left out: 2 shapes where")
+    assert said.startswith("Left out: 2 shapes at which")
     assert "add 1.20, sum 0.97" in said
     assert not list(final_report._left_out(slower[1:2]))
 
