@@ -12,9 +12,10 @@ from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.commands import show
 from lessonkit.judge import verify
 from lessonkit.lesson import Table, discover, kernels, shape_name, title
-from lessonkit.measure import operator_rows, rows, timing
+from lessonkit.measure import fuzz_runs, operator_rows, rows, timing
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import (
+    checked,
     compared,
     final,
     final_report,
@@ -746,3 +747,34 @@ def test_prose_in_other_words_changes_no_table_of_facts(monkeypatch):
     assert any(codecs.encode("of the limit", "rot13") in after[path] for path in pages)
     for path in pages:
         assert facts(after[path]) == facts(before[path]), path
+
+
+def test_columns_keep_the_order_of_the_lesson():
+    """The first shape lacks a rung, which stands in its place all the same; options that are off are left out."""
+    found = [
+        a_row(rung="late", shape="n=1"),
+        a_row(rung="early", shape="n=2 b="),
+        a_row(rung="other", shape="n=2 c=False"),
+    ]
+    table = pivots.pivot(found, lambda row: "x", order=["early", "late"])
+    assert table.splitlines()[0] == "| shape | `early` | `late` | `other` |"
+    assert table.splitlines()[2:] == ["| n=1 |  | **x** |  |", "| n=2 | **x** |  | x |"]
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_how_it_was_checked_is_counted_from_rows(tmp_path, monkeypatch):
+    """Random calls of today's code on this machine alone; what a machine has no rows of is left out."""
+    code = operator_rows.code("softmax")
+    known = {"operator": "softmax", "direction": "forward", "mode": "gpu", "device": "a", "versions": "", "commit": ""}
+    counts = [
+        fuzz_runs.Count(**known, code=code, cases=1200, wrong=1),
+        fuzz_runs.Count(**known, code="older", cases=7),
+        fuzz_runs.Count(**known | {"device": "b"}, code=code, cases=9),
+    ]
+    monkeypatch.setattr(fuzz_runs, "counts", lambda: dict(enumerate(counts)))
+    (line,) = checked._random_calls(tmp_path / "a")
+    assert "1,200 of today's code, with 1 wrong answers, 0 crashes" in line
+    assert "(`softmax` forward)" in line
+    assert not list(checked._random_calls(tmp_path / "c"))
+    assert not list(checked._tools(tmp_path / "a"))
+    assert not list(checked._wrong_kernels(tmp_path / "a", [(ADD, dict(kernels())[ADD])]))
