@@ -48,7 +48,10 @@ def compare_all(folder):
         line["over its peers"] = f"{c.best.ratio_to_best_peer:.2f}" if c.best.ratio_to_best_peer else ""
         line["% of the limit"] = f"{c.best.percent_of_limit:.0f}"
         table.append(line)
-    note = "The fastest rung in each language. Over its peers: the fastest of all against the best in the same rounds."
+    note = (
+        "The fastest rung in each language. Over its peers: the fastest of all against the best in the same rounds. "
+        "The limit: a copy of as many bytes, or the FLOPs at cuBLAS's rate."
+    )
     return Table("compare all", table, note) if table else None
 
 

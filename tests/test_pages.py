@@ -12,9 +12,10 @@ from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.commands import show
 from lessonkit.judge import verify
 from lessonkit.lesson import Table, discover, kernels, shape_name, title
-from lessonkit.measure import operator_rows, rows, timing
+from lessonkit.measure import fuzz_runs, operator_rows, rows, timing
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import (
+    checked,
     compared,
     final,
     final_report,
@@ -329,7 +330,7 @@ def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypa
     monkeypatch.setattr(results, "language", lambda lesson: "Triton")
     assert "| 1.25 to 1.50 (2 of 3 shapes) |" in operator_pages.overview("en", Today(kernels()))
     monkeypatch.setattr(final_report, "EVEN", 2)
-    ((_, worst),) = final_report._behind(final_report._slower(FOLDERS[0], []))
+    ((_, worst),) = final_report._behind(final_report._slower([ladder], []))
     assert worst.row.ratio_to_best_peer == 1.25
 
 
@@ -587,13 +588,16 @@ def test_the_final_report_counts_what_it_shows():
     """0.996 is shown as 1.00; 89.9 with the decimal that says why it is below 90. What has no ratio is named."""
     known = {"even": (0.996, 89.94), "lost": (0.964, 90.04), "just": (0.966, 100.4), "blank": (0, 12.3)}
     found = [contest(name, ratio_to_best_peer=r, percent_of_limit=p) for name, (r, p) in known.items()]
-    libraries, machine = final_report._findings(found, [], None, [])
-    assert "3 of 4 operators are judged. Of these 1 are at least as fast" in libraries
-    assert "and 1 are behind by less" in libraries
+    libraries, machine = final_report._findings(found, [], [], None, [])
+    assert "of 3 operators 1 are at least as fast" in libraries
+    assert "and 1 are behind by no more" in libraries
     assert "Slower: lost 0.96." in libraries
     assert libraries.endswith("missing: blank.")
     assert "2 of 4 reach 90%" in machine
     assert machine.endswith("Below: blank 12%, even 89.9%.")
+    libraries, machine = final_report._findings([contest("sort", percent_of_limit=10.0)], ["hash"], [], None, [])
+    assert libraries.endswith("No library has hash.")
+    assert "which no algorithm of sort reaches" in machine
     lines = [final_report._line(c, None, Today(kernels())) for c in found]
     assert [line["of limit"] for line in lines] == ["89.9%", "90.0%", "100%", "12%"]
     assert [line["over it"] for line in lines] == ["1.00", "**0.96**", "0.97", "‡"]
@@ -605,16 +609,14 @@ def test_the_final_report_marks_what_was_measured_before_the_code_changed(monkey
     assert line["rate"].endswith(" \\*")
     block = final.Block(text="About \\*", table=({"rate": line["rate"], "over": "**0.9** \\*"},))
     assert "\\" not in final.as_html("", [block], {})
-    text = final_report.build(FOLDERS[0])[1][-1].text
-    assert operator_pages.ABOUT in text
+    assert operator_pages.ABOUT in final_report.build(FOLDERS[0])[1][-1].items[0]
 
 
 def test_the_final_report_says_a_prediction_in_the_unit_of_its_result(lesson):
     """Predicted 1 ms, measured 2 ms at 4 TB/s."""
     lesson = dataclasses.replace(lesson, predicted=(Prediction(rung=lesson.rungs[2], at=N, ms=1.0),))
     (pair,) = predictions.compared(lesson, [a_row()])
-    line = final_report._failed(pair)
-    assert (line["predicted"], line["measured"], line["measured / predicted"]) == ("8 TB/s", "4 TB/s", "0.50")
+    assert ": predicted 8 TB/s, measured 4, a ratio of 0.50." in final_report._failed(pair)
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
@@ -636,7 +638,7 @@ def test_the_next_hour_is_no_gap_that_what_ships_has_closed(lesson):
     slower = [("add", best[0], 1.2), ("add", best[1], 0.9), ("sum", best[2], 0.966)]
     assert final_report._behind(slower) == [("add", best[1])]
     (said,) = final_report._left_out(slower)
-    assert said.startswith("Left out: 2 shapes where")
+    assert said.startswith("Left out: 2 shapes at which")
     assert "add 1.20, sum 0.97" in said
     assert not list(final_report._left_out(slower[1:2]))
 
@@ -745,3 +747,34 @@ def test_prose_in_other_words_changes_no_table_of_facts(monkeypatch):
     assert any(codecs.encode("of the limit", "rot13") in after[path] for path in pages)
     for path in pages:
         assert facts(after[path]) == facts(before[path]), path
+
+
+def test_columns_keep_the_order_of_the_lesson():
+    """The first shape lacks a rung, which stands in its place all the same; options that are off are left out."""
+    found = [
+        a_row(rung="late", shape="n=1"),
+        a_row(rung="early", shape="n=2 b="),
+        a_row(rung="other", shape="n=2 c=False"),
+    ]
+    table = pivots.pivot(found, lambda row: "x", order=["early", "late"])
+    assert table.splitlines()[0] == "| shape | `early` | `late` | `other` |"
+    assert table.splitlines()[2:] == ["| n=1 |  | **x** |  |", "| n=2 | **x** |  | x |"]
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_how_it_was_checked_is_counted_from_rows(tmp_path, monkeypatch):
+    """Random calls of today's code on this machine alone; what a machine has no rows of is left out."""
+    code = operator_rows.code("softmax")
+    known = {"operator": "softmax", "direction": "forward", "mode": "gpu", "device": "a", "versions": "", "commit": ""}
+    counts = [
+        fuzz_runs.Count(**known, code=code, cases=1200, wrong=1),
+        fuzz_runs.Count(**known, code="older", cases=7),
+        fuzz_runs.Count(**known | {"device": "b"}, code=code, cases=9),
+    ]
+    monkeypatch.setattr(fuzz_runs, "counts", lambda: dict(enumerate(counts)))
+    (line,) = checked._random_calls(tmp_path / "a")
+    assert "1,200 of today's code, with 1 wrong answers, 0 crashes" in line
+    assert "(`softmax` forward)" in line
+    assert not list(checked._random_calls(tmp_path / "c"))
+    assert not list(checked._tools(tmp_path / "a"))
+    assert not list(checked._wrong_kernels(tmp_path / "a", [(ADD, dict(kernels())[ADD])]))

@@ -171,6 +171,10 @@ def about() -> str:
             "often as the wait is long."
         ),
         said(
+            "Accesses in a short `if` (04). nvcc makes predicated instructions of it. ncu counts one in every warp, "
+            "and a wavefront only where a lane takes part. The emulator counts warps in which a lane takes part."
+        ),
+        said(
             "Wavefronts of shared accesses of 8 and 16 bytes. The emulator serves half and quarter warps one after the "
             "other. The hardware may serve lanes together that want the same words. Shared loads by ldmatrix and "
             "stores by cp.async have counters of their own."

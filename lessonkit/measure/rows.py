@@ -97,8 +97,8 @@ class Row:
     def rate(self) -> str:
         """What the row's time means, in the unit of what limits the op at this shape; a copy has only bytes."""
         if self.limited_by_math and self.kind != "limit":
-            return f"{self.tflop_per_s:.0f} TFLOP/s"
-        return f"{self.tb_per_s:.2f} TB/s"
+            return f"{self.tflop_per_s:{'.0f' if self.tflop_per_s >= 100 else '.3g'}} TFLOP/s"
+        return f"{self.tb_per_s:{'.2f' if self.tb_per_s >= 0.1 else '.3g'}} TB/s"
 
     @property
     def limited_by_math(self) -> bool:

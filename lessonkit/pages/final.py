@@ -113,9 +113,9 @@ def unlinked(text: str) -> str:
 
 
 WIDE, HIGH, MARGIN = 8.27, 11.69, 0.5  # A4 in inches
-FIGURE = 2.3
+FIGURE = 1.95
 TEXT, SIZE, SMALL = 7.4, 6.6, 5.6  # points, of a paragraph, of a table, and of a long one
-LONG = 10  # lines
+LONG = 4  # lines
 
 
 def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:

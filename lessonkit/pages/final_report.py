@@ -16,11 +16,12 @@ from lessonkit.measure import operator_rows
 from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.measure.yardstick import Streams, streams
-from lessonkit.pages import final, guides, operator_pages, plots, predictions, shares, shipped
+from lessonkit.pages import checked, final, guides, operator_pages, plots, predictions, shares, shipped
 from lessonkit.pages.final import Block
-from lessonkit.pages.operator_pages import MARK, Fastest
+from lessonkit.pages.operator_pages import MARK, Fastest, Ladder
 from lessonkit.pages.plots import Picture
-from lessonkit.pages.results import Contest, bound, contests, language, measured
+from lessonkit.pages.results import OUT_OF_REACH, Contest, bound, contests, language, measured
+from lessonkit.pages.roofline import in_words as roofs_in_words
 from lessonkit.pages.roofline import roofline
 
 NEAR = 90  # percent of the limit: what is left is worth nobody's hour
@@ -28,12 +29,15 @@ EVEN = 0.97  # of the best peer: what two runs differ by
 GAIN = 1.02  # over the rung before: less is nothing
 WORST = 5  # operators that are listed where a library is faster: the PDF has two pages
 PYTHON = ("Triton", "Gluon")  # one ladder climbs in these; an operator without them is told in its own language
+OLD_SHIPS = later("\\* Some of these shapes were measured before the code, the inputs or a peer changed.")
 UNSTEADY = later("¶ The times at this shape lie far apart, which a ratio of medians does not show.")
 WAITS = {  # what helps, by what binds
     "memory": later("fewer bytes in all, or more of them in flight"),
-    "compute": later("matmuls that run under what is none"),
-    "latency": later("more bytes in flight: longer loads, more programs an SM"),
-    "latency beside matmuls": later("matmuls in flight while the softmax, the mask or the epilogue run"),
+    "compute": later("matmuls in flight while loads, softmax and epilogue run"),
+    "latency": later("more bytes in flight: wider loads, more programs on an SM"),
+    "latency beside matmuls": later(
+        "more tiles than SMs, by smaller tiles or split-K; then matmuls in flight while loads and epilogue run"
+    ),
     "latency beside FMAs": later("smaller tiles or parts of K, so that every SM has work, and loads under the FMAs"),
     "launch": later("fewer launches: fusion, a graph, a larger batch"),
 }
@@ -52,9 +56,11 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
         raise ValueError(f"no rows of {chosen!r}; there are {', '.join(by)}")
     name = chosen or next((op for op in ("attention", "matmul", "softmax") if op in by), found[0].name)
     story = {c.name: c for c in contests(folder, PYTHON)}.get(name, by[name])
+    every_ladder = operator_pages.ladders(folder)
+    alone = [ladder.name for ladder in every_ladder if ladder.name not in by]
     pairs = [pair for _, lesson, mine in measured(folder) for pair in predictions.compared(lesson, mine)]
     ships, table = shipped.rows(folder), streams(folder)
-    slower = _slower(folder, ships)
+    slower = _slower(every_ladder, ships)
     behind = _behind(slower)
     share = partial(shares.percent, table=table)
     stars = [" *" * bool(today.why_old(row)) for row in story.rungs]
@@ -62,7 +68,7 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     every = [_line(c, table, today) for c in found]
     blocks = [
         Block(text=_measured_on(found, table)),
-        Block(heading=said("What was found"), items=tuple(_findings(found, pairs, table, ships))),
+        Block(heading=said("What was found"), items=tuple(_findings(found, alone, pairs, table, ships))),
         Block(
             heading=said("One ladder: {operator} at {shape}, {dtype}").format(
                 operator=said(story.name), shape=story.shape, dtype=story.dtype
@@ -79,24 +85,29 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     ]
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:3]
-        blocks.append(Block(heading=said("Predictions that failed most"), table=tuple(map(_failed, worst))))
+        blocks.append(Block(heading=said("Predictions that failed most"), items=tuple(map(_failed, worst))))
     roof = roofline(folder)
-    blocks.append(
-        Block(heading=said("What limits, and tuning"), text=sentences(roof.note if roof else "", _tuning(folder)))
-    )
+    limits = roofs_in_words(list(roof.rows)) if roof else ""
+    blocks.append(Block(heading=said("What limits, and tuning"), text=sentences(limits, _tuning(folder))))
+    blocks.append(Block(heading=said("How it was checked"), items=tuple(checked.lines(folder))))
     blocks.append(Block(heading=said("Where a library is faster, and the next hour"), page=True,
                         text=sentences(_next(behind, table), *_left_out(slower),
-                                       shares.briefly([b.row for _, b in behind[:WORST]], table)),
+                                      shares.briefly([b.row for _, b in behind[:WORST]], table)),
                         table=tuple(_loss(*pair, table, today) for pair in behind[:WORST])))  # fmt: skip
     if ships:
-        blocks.append(Block(heading=said("What ships"), text=sentences(*_ships(ships)), table=tuple(_shipped(ships))))
-    blocks.append(
-        Block(
-            heading=said("Every operator"),
-            table=tuple(every),
-            text=_legend(found, [*every, *(line for b in blocks for line in b.table)], table),
+        lines = tuple(_shipped(ships))
+        cells = "".join(cell for line in lines for cell in line.values())
+        marks = [said(text) for text in (UNSTEADY, OLD_SHIPS) if text[: text.index(" ")] in cells]
+        blocks.append(
+            Block(
+                heading=said("What ships"),
+                text=sentences(*_ships(ships)),
+                table=lines,
+                items=(sentences(*marks),) * bool(marks),
+            )
         )
-    )
+    legend = _marks(found, [*every, *(line for b in blocks for line in b.table if "course_ops." not in line)], table)
+    blocks.append(Block(heading=said("Every operator"), table=tuple(every), items=(sentences(*legend),)))
     if done := progress.by_folder():
         blocks.append(
             Block(heading=said("Exercises"), text=_exercises_text(done), table=tuple(_exercises(done)), own=True)
@@ -130,16 +141,23 @@ def write_report(chosen: str = "") -> list[Path]:
 
 def _measured_on(found: Sequence[Contest], table: Streams | None) -> str:
     where = said(
-        "Measured on {gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}. Medians, L2 flushed, rungs "
-        "and peers interleaved, each result checked."
-    ).format(**vars(found[0].best))
+        "Measured on {gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}. A rung is one version of a "
+        "kernel in a lesson, and a peer is a library's kernel ({peers}). Times are medians with the L2 flushed, of "
+        "rungs and peers in the same rounds. A ratio is a peer's time over ours: above 1 ours is faster."
+    ).format(**vars(found[0].best), peers=listed(_packages(found)))
     copy = said("The limit is a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of "
                 "8192.")  # fmt: skip
     stream = said(
-        "The limit is a stream of as many bytes with the same mix of reads and writes, or the FLOPs at cuBLAS's rate "
-        "at a size of 8192. Where the mix is not known or no stream is as small, it is a copy in the same rounds."
+        "The limit is a stream of the least bytes with the same mix of reads and writes (or a copy, where no stream "
+        "fits), or the FLOPs at cuBLAS's rate at a size of 8192."
     )
     return sentences(where, stream if table else copy)
+
+
+def _packages(found: Sequence[Contest]) -> list[str]:
+    """Of the peers, with their versions: a package may be named with a dash or an underscore."""
+    rows = (row for c in found for _, _, mine in c.lessons for row in mine if row.kind == "peer")
+    return sorted({each for row in rows for each in row.peer_version.replace("_", "-").split(", ") if each})
 
 
 def _ratio(row: Row) -> float:
@@ -160,31 +178,40 @@ def _share(row: Row, table: Streams | None) -> str:
 
 def _findings(
     found: Sequence[Contest],
+    alone: Sequence[str],
     pairs: Sequence[predictions.Compared],
     table: Streams | None,
     ships: Sequence[operator_rows.Row],
 ) -> Iterator[str]:
-    """Three sentences: against libraries, against the machine, against the predictions."""
+    """Three sentences: against libraries, against the machine, against the predictions.
+
+    alone: operators that no library has.
+    """
     raced = sorted((c for c in found if c.best.ratio_to_best_peer), key=lambda c: c.best.ratio_to_best_peer)
     ahead = [c for c in raced if _ratio(c.best) >= 1]
     lost = [f"{said(c.name)} {_ratio(c.best):.2f}{_reached(c, ships)}" for c in raced if _ratio(c.best) < EVEN]
     unjudged = [said(c.name) for c in found if c not in raced]
     top = listed(f"{said(c.name)} {_ratio(c.best):.2f}" for c in reversed(ahead[-3:]))
     words = said(
-        "Against the best library: {judged} of {all} operators are judged. Of these {ahead} are at least as fast at "
-        "their main shape (most: {top}), and {even} are behind by less than two runs differ."
+        "Against the best library: of {judged} operators {ahead} are at least as fast at their main shape (most: "
+        "{top}), and {even} are behind by no more than two runs differ, which is {spread}."
     ).format(
-        judged=len(raced), all=len(found), ahead=len(ahead), top=top, even=len(raced) - len(ahead) - len(lost)
+        judged=len(raced), ahead=len(ahead), top=top, even=len(raced) - len(ahead) - len(lost),
+        spread=f"{1 - EVEN:.0%}",
     )  # fmt: skip
     slower = said("Slower: {operators}.").format(operators=listed(lost))
     blank = said("Not judged, since a peer's version or time is missing: {operators}.")
-    yield sentences(words, slower * bool(lost), blank.format(operators=listed(unjudged)) * bool(unjudged))
+    without = said("No library has {operators}.").format(operators=listed(map(said, alone), ";")) * bool(alone)
+    yield sentences(words, slower * bool(lost), blank.format(operators=listed(unjudged)) * bool(unjudged), without)
     near = [c for c in found if _percent(c.best, table) >= NEAR]
     far = sorted((c for c in found if c not in near), key=lambda c: _percent(c.best, table))
     below = listed(f"{said(c.name)} {_share(c.best, table)}" for c in far)
     words = said("Against the machine: {near} of {all} reach {percent}% of their limit.")
     words = words.format(near=len(near), all=len(found), percent=NEAR)
-    yield sentences(words, said("Below: {operators}.").format(operators=below) * bool(far))
+    reach = listed(said(c.name) for c in far if c.name in OUT_OF_REACH)
+    never = said("The limit counts the least bytes, which no algorithm of {operators} reaches (each page says why).")
+    never = never.format(operators=reach) * bool(reach)
+    yield sentences(words, said("Below: {operators}.").format(operators=below) * bool(far), never)
     if pairs:
         held = [pair for pair in pairs if not pair.off]
         fast = sum(pair.ratio > 1 for pair in pairs if pair.off)
@@ -289,16 +316,18 @@ def _short(dtype: str) -> str:
     return dtype.replace("bfloat", "bf").replace("float8_e4m3fn", "fp8").replace("float", "fp")
 
 
-def _failed(pair: predictions.Compared) -> dict[str, str]:
+def _failed(pair: predictions.Compared) -> str:
     """The rates in the unit of what limits the row; their ratio is of what was measured."""
     row = pair.row
     rate, unit = (row.tflop_per_s, "TFLOP/s") if row.limited_by_math else (row.tb_per_s, "TB/s")
-    return {
-        said("lesson"): row.lesson.split(".")[1], said("rung"): row.rung,
-        said("predicted"): f"{pair.rate(rate)} {unit}", said("measured"): f"{rate:.3g} {unit}",
-        said("measured / predicted"): f"{pair.ratio:.2f}",
-        said("why"): said(pair.said.why),
-    }  # fmt: skip
+    words = said("`{rung}` ({lesson}): predicted {predicted} {unit}, measured {measured}, a ratio of {ratio}.")
+    return sentences(
+        words.format(
+            rung=row.rung, lesson=row.lesson.split(".")[1], predicted=pair.rate(rate), measured=f"{rate:.3g}",
+            unit=unit, ratio=f"{pair.ratio:.2f}",
+        ),
+        said(pair.said.why),
+    )  # fmt: skip
 
 
 # ---- Page two: what did not work, and what next ---------------------------------------------------------------------
@@ -307,14 +336,14 @@ def _failed(pair: predictions.Compared) -> dict[str, str]:
 Slower = tuple[str, Fastest, float]  # an operator, a shape of it, and what course_ops reaches there; 0 if unknown
 
 
-def _slower(folder: Path, ships: Sequence[operator_rows.Row]) -> list[Slower]:
+def _slower(ladders: Iterable[Ladder], ships: Sequence[operator_rows.Row]) -> list[Slower]:
     """The shapes where the best peer is faster than the fastest rung, of those that the rung's lesson timed.
 
     The one where a call loses the most time comes first.
     """
     found = [
         (ladder.name, best, ladder.shipped(best, ships))
-        for ladder in operator_pages.ladders(folder)
+        for ladder in ladders
         for best in ladder.contested()
         if 0 < _ratio(best.row) < EVEN
     ]
@@ -340,7 +369,8 @@ def _left_out(slower: Sequence[Slower]) -> Iterator[str]:
     if covered:
         first = {name: reached for name, _, reached in reversed(covered)}
         yield said(
-            "Left out: {count} shapes where `course_ops` is not behind (at the worst of each: {operators})."
+            "Left out: {count} shapes at which the operator of `course_ops` is not behind. Its ratio at the worst of "
+            "them, for each operator: {operators}."
         ).format(
             count=len(covered),
             operators=listed(f"{said(name)} {reached:.2f}" for name, reached in reversed(first.items())),
@@ -361,7 +391,8 @@ def _loss(name: str, best: Fastest, table: Streams | None, today: Today) -> dict
         said("over peer"): f"{best.ratio}{_mark(today, row, best.peer)}",
         said("lost, us"): f"{1000 * _lost(best):.0f}",
         said("peer"): best.peer.rung if best.peer else "", said("of limit"): _share(row, table),
-        said("room to it"): f"{max(100 / _percent(row, table), 1):.2f}x", said("bound by"): said(bound(row)),
+        said("room to it"): f"{max(100 / _percent(row, table), 1):.2f}x" * (name not in OUT_OF_REACH),
+        said("bound by"): said(bound(row)),
     }  # fmt: skip
 
 
@@ -373,15 +404,15 @@ def _next(behind: Sequence[tuple[str, Fastest]], table: Streams | None) -> str:
     beside = "FMAs" if row.dtype == "float32" else "matmuls"  # fp32 has no tensor cores
     advice = WAITS[f"latency beside {beside}" if what == "latency" and row.limited_by_math else what]
     left = 100 / _percent(row, table)
-    near, far = said("it is near its limit already"), said("the limit leaves {left} times").format(left=f"{left:.2f}")
+    room = said("the limit leaves room for {left} times its speed").format(left=f"{left:.2f}")
+    room = room if left > 100 / NEAR else said("it is near its limit already")
     return said(
-        "The shape of each operator where a call loses most time to a library, of those that its fastest rung's lesson "
-        "timed. Among lessons, the next hour should go to {operator} at {shape}: {peer} is {times} times as fast, and "
-        "{room}. Bound by {what}: try {advice}."
+        "For each operator the shape at which a call loses the most time to a library, among those that the lesson of "
+        "its fastest rung timed. Among lessons, the next hour should go to {operator} at {shape}: {peer} is {times} "
+        "times as fast, and {room}. Bound by {what}: try {advice}."
     ).format(
         operator=said(name), shape=row.shape, peer=best.peer.rung if best.peer else said("a peer"),
-        times=f"{1 / row.ratio_to_best_peer:.2f}", room=far if left > 100 / NEAR else near, what=said(what),
-        advice=said(advice),
+        times=f"{1 / row.ratio_to_best_peer:.2f}", room=room, what=said(what), advice=said(advice),
     )  # fmt: skip
 
 
@@ -410,7 +441,7 @@ def _ships(ships: Sequence[operator_rows.Row]) -> Iterator[str]:
             us=f"{1000 * (most.ms - most.best_peer_ms):.0f}", peer=most.best_peer, ratio=f"{most.ratio:.2f}",
         )  # fmt: skip
     if further := shipped.further_peers():
-        words = said("Timed beside lessons alone: {peers}.")
+        words = said("Not among these peers, since Python cannot call it: {peers}. Lessons are timed beside it.")
         yield words.format(peers=listed(f"{peer} (`{operator}`)" for operator, peer in further))
 
 
@@ -429,7 +460,8 @@ def _shipped(ships: Sequence[operator_rows.Row]) -> Iterator[dict[str, str]]:
 
 def _tuning(folder: Path) -> str:
     """One sentence on each sweep."""
-    told = [said("A model of one page ranked the configurations of each sweep before they were timed.")]
+    told = [said("A cost model ranked the configurations of each sweep before they were timed. Rank correlation 1 is "
+                 "the measured order.")]  # fmt: skip
     for name, steps in discover("day5"):
         compares = steps.compares if isinstance(steps, Steps) else ()
         for table in (compare(folder) for compare in compares if compare.__name__ == "ranking"):
@@ -438,8 +470,8 @@ def _tuning(folder: Path) -> str:
                     [float(r[key].rstrip("%")) for r in table.rows] for key in ("costs", "rank correlation")
                 )
                 words = said(
-                    "{lesson}: rank correlation {least} to {most}; the model's first choice costs {cheapest}% to "
-                    "{dearest}% ({count} sizes)."
+                    "{lesson}: rank correlation {least} to {most}; its first choice is {cheapest}% to {dearest}% "
+                    "slower than the best ({count} sizes)."
                 )
                 told.append(words.format(
                     lesson=re.split("[:：]", said(title(name)))[0], least=f"{min(order):.2f}", most=f"{max(order):.2f}",
@@ -450,16 +482,19 @@ def _tuning(folder: Path) -> str:
     return sentences(*told)
 
 
-def _legend(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table: Streams | None) -> str:
-    """What the marks in tables mean. found: what is shown of all operators."""
+def _marks(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table: Streams | None) -> Iterator[str]:
+    """What the marks in tables of lessons' rows mean. found: what is shown of all operators."""
     cells = "".join(cell for line in lines for cell in line.values())
     bold = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
-    unjudged = said(operator_pages.INCOMPLETE) * (operator_pages.UNJUDGED in cells)
-    old = said(operator_pages.ABOUT) * (MARK in cells)
-    elsewhere = said(operator_pages.FROM_ELSEWHERE) * (ELSEWHERE in cells)
-    apart = said(UNSTEADY) * (operator_pages.APART in cells)
-    briefly = shares.briefly([c.best for c in found], table)
-    return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, elsewhere, apart, old)
+    yield bold.format(ratio=f"{EVEN:.2f}")
+    if beyond := shares.briefly([c.best for c in found], table):
+        yield beyond
+    notes = {
+        operator_pages.UNJUDGED: operator_pages.INCOMPLETE,
+        ELSEWHERE: operator_pages.FROM_ELSEWHERE,
+        MARK: operator_pages.ABOUT,
+    }
+    yield from (said(text) for mark, text in notes.items() if mark in cells)
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, said, translated
+from lessonkit.base.words import later, said, sentences, translated
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure import operator_rows, yardstick
 from lessonkit.measure.rows import ELSEWHERE, Row
@@ -27,9 +27,17 @@ APART = "¶"  # at the ratio of a row of operators.csv whose times lie far apart
 RATIOS_OF_STEPS = {"over its peers": "best peer, ms"}  # columns of steps' tables that hold ratios -> the peer's
 # What a page of one operator says.
 TITLE = later("{name}: every rung on {device}")
-RATIOS = later(
-    "A ratio above 1 is faster than the best peer. Ratios are of the same rounds, but for those to a peer with a §. "
-    "Rungs of different lessons were timed in different rounds, which differ by a few percent."
+TERMS = later(
+    "A rung is one version of the kernel in a lesson; a peer is a library's. A ratio is the time of the best peer over "
+    "that of the fastest rung: above 1 the rung is faster. In tables of rates the fastest of a line is bold."
+)
+ROUNDS = later(
+    "Rungs and peers of a lesson were timed in the same rounds. Rounds of different lessons differ by a few percent, "
+    "so compare within a lesson."
+)
+LIMIT = later(
+    "The limit is a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of 8192. TB/s "
+    "and the copy count the least bytes: each input and each result once."
 )
 ABOUT = later("\\* Measured before the code, the inputs or a peer of that row changed; the lesson's page says what.")
 INCOMPLETE = later(
@@ -194,7 +202,7 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
 
     parts = [
         f"# {said(TITLE).format(name=said(ladder.name), device=device)}\n",
-        " ".join([said(RATIOS), *_sheet(old), *_streams(table)])
+        "\n".join(f"- {words}" for words in _how_to_read(ladder.name, old, table))
         + (f"\n\n{said(ABOUT)}" if any(old.values()) else "")
         + "\n",
         f"## {said(FASTEST)}\n",
@@ -207,15 +215,22 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
             pivots.pivot(peers, lambda row: f"{pivots.rate(row, unit)}{mark(row)}"),
         ]
     if picture:
-        alt = plots.alt(said(ladder.name), [row for best in ladder.fastest() for row in best.rounds])
+        alt = plots.alt(said(ladder.name), ladder.main().rounds)
         parts.append(f"![{alt}]({file_name(ladder.name)[:-3]}.png)\n")
     if main and len(ladder.lessons) > 1:
         parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark, table)]
     parts.append(f"## {said(EVERY)}\n")
-    for name, _, found in ladder.lessons:
-        parts.append(f"### [{said(title(name))}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
+    for name, lesson, found in ladder.lessons:
+        rungs = _lesson(found, [rung.__name__ for rung in lesson.rungs], mark)
+        parts.append(f"### [{said(title(name))}]({name}.md) ({results.language(name)})\n\n{rungs}")
     page = "\n".join(parts)
     return page + footnotes(page)
+
+
+def _how_to_read(operator: str, found: Collection[Row], table: Streams | None) -> list[str]:
+    """What the words and columns of a page mean."""
+    limit = sentences(said(LIMIT), said(results.OUT_OF_REACH.get(operator, "")), *_streams(table))
+    return [said(TERMS), said(ROUNDS), limit, *_sheet(found)]
 
 
 def _fastest(ladder: Ladder, mark: Mark, table: Streams | None) -> str:
@@ -270,8 +285,8 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark, table: Streams | N
     return markdown([*heads, said("over the best peer")], body) + shares.below(shown, table)
 
 
-def _lesson(found: Sequence[Row], mark: Mark) -> str:
-    """Shapes as rows: the rungs, the best peer, and the last rung over it."""
+def _lesson(found: Sequence[Row], order: Sequence[str], mark: Mark) -> str:
+    """Shapes as rows: the rungs in their order, the best peer, and the fastest rung over it."""
     unit = pivots.unit(found)
     at: dict[tuple[str, str], list[Row]] = {}
     for row in found:
@@ -286,7 +301,7 @@ def _lesson(found: Sequence[Row], mark: Mark) -> str:
     rungs = [row for row in found if row.kind == "rung"]
     heads = [said("best peer"), said("ratio")]
     return f"{said(UNIT).format(unit=unit)}\n\n" + pivots.pivot(
-        rungs, lambda row: f"{pivots.rate(row, unit)}{mark(row)}", more, heads
+        rungs, lambda row: f"{pivots.rate(row, unit)}{mark(row)}", more, heads, order
     )
 
 

@@ -11,12 +11,16 @@ Cell = Callable[[Row], str]
 
 
 def pivot(found: Sequence[Row], cell: Cell, more: Callable[[Sequence[Row]], Iterable[str]] | None = None,
-          heads: Sequence[str] = ()) -> str:  # fmt: skip
-    """The rows by shape, in their order. `more` makes further cells of a line from its rows, under `heads`."""
+          heads: Sequence[str] = (), order: Sequence[str] = ()) -> str:  # fmt: skip
+    """The rows by shape, in their order. `more` makes further cells of a line from its rows, under `heads`.
+
+    order: of the columns; those that it lacks come last, as the rows have them.
+    """
     at: dict[tuple[str, str], dict[str, Row]] = {}
     for row in found:
         at.setdefault(results.place(row), {})[row.rung] = row
-    kinds = {row.rung: row.kind for row in found}
+    every = {row.rung: row.kind for row in found}
+    kinds = {name: every[name] for name in [*order, *every] if name in every}
     dtypes = {row.dtype for row in found}
     body = []
     for (shape, dtype), line in at.items():

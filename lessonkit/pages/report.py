@@ -51,8 +51,9 @@ DISTURBED = later(
 )
 MEASURED = later("{where}. Measured {when}, {dtypes}, random inputs, L2 flushed, rungs and peers interleaved.")
 HOW_TO_READ = later(
-    "Rungs stand first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes that "
-    "the op must move. The limit is a copy of as many bytes (`copy`) in the same rounds, or the FLOPs at cuBLAS's rate "
+    "A rung is one version of the kernel, which adds one idea to the rung before; a peer is a library's. Rungs stand "
+    "first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes that the op must "
+    "move. The limit is a copy of as many bytes (`copy`) in the same rounds, or the FLOPs at cuBLAS's rate "
     "at a size of 8192. It is a yardstick, and a kernel may exceed it. Nothing exceeds the second share, which "
     "is of the bandwidth or the FLOPs that the card's data sheet states; the copy has this share alone."
 )
@@ -305,7 +306,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     order = [r.__name__ for r in lesson.rungs] + list(lesson.peers) + ["copy"]
     shapes = [shape_name(s) for s in lesson.benches]
     found = [row for row in found if row.rung in order and row.shape in shapes]
-    found.sort(key=lambda row: (order.index(row.rung), shapes.index(row.shape)))
+    found.sort(key=lambda row: (shapes.index(row.shape), order.index(row.rung)))
     why = {row: today.why_old(row) for row in found}
     machine, day = (
         said("{gpu}, driver {driver}, torch {torch}, triton {triton}, CUDA {cuda}"),
@@ -331,8 +332,8 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         _without(found, absent),
         _measured_before(found, why),
         predictions.section(lesson, found, mark),
-        f"## {said(RATES).format(unit=unit)}\n\n" + pivots.pivot(pivots.rated(found, unit), rate),
-        f"## {said(TIMES)}\n\n" + pivots.pivot(found, time) + shares.below(found) + _disturbed(found),
+        f"## {said(RATES).format(unit=unit)}\n\n" + pivots.pivot(pivots.rated(found, unit), rate, order=order),
+        f"## {said(TIMES)}\n\n" + pivots.pivot(found, time, order=order) + shares.below(found) + _disturbed(found),
     ]
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
@@ -535,6 +536,9 @@ def _index(made: Collection[Path]) -> str:
         if gpu / first_calls.NAME in made:
             words = said("`course_ops`: [seconds of a first call, and peak memory]({file}).")
             parts.append(words.format(file=f"{gpu.name}/{first_calls.NAME}"))
+        if (tools := (gpu / sanitize.NAME).with_suffix(".md")) in made:
+            words = said("Is it right? [Which sanitizer has watched which kernel]({file}).")
+            parts.append(words.format(file=f"{gpu.name}/{tools.name}"))
         by_lesson.append(f"## {said('{gpu}, by lesson').format(gpu=gpu.name)}")
         by_lesson += [f"### {day}\n\n{links}" for day, links in _days(gpu, made)]
     parts += by_lesson

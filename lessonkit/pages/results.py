@@ -17,6 +17,16 @@ from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.pages import guides
 
 BOUNDS = (later("launch"), later("latency"), later("compute"), later("memory"))
+# Operators whose algorithms have to move more than the least bytes that the limit counts, and why.
+OUT_OF_REACH = {
+    "sort": later(
+        "No radix sort reaches it: it reads and writes all keys once for each digit of 8 bits, and counts digits first."
+    ),
+    "all-reduce": later(
+        "Here all ranks share the memory of one GPU, and no link is measured. No ring reaches the limit: in four ranks "
+        "it reads and writes twice the least bytes."
+    ),
+}
 LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes the time
 
 
@@ -51,7 +61,7 @@ def of_sheet(row: Row) -> float:
 
 def place(row: Row) -> tuple[str, str]:
     """(shape, dtype) of a row, without the options that are off: lessons that lack an option time the same there."""
-    return re.sub(r" \w+=False\b", "", row.shape), row.dtype
+    return re.sub(r" \w+=(?:False\b|(?= |$))", "", row.shape), row.dtype
 
 
 def bound(row: Row) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.chips import Chip
-from lessonkit.base.words import listed, said
+from lessonkit.base.words import listed, said, sentences
 from lessonkit.lesson import Table
-from lessonkit.pages.results import bound, card, intensity, largest, measured, of_sheet, operator, roofs
+from lessonkit.pages.results import LAUNCH_US, bound, card, intensity, largest, measured, of_sheet, operator, roofs
 
 
 def roofline(folder: Path) -> Table | None:
@@ -35,19 +35,25 @@ def roofline(folder: Path) -> Table | None:
         })  # fmt: skip
     if not table or chip is None:
         return None
-    bounds = Counter(row["bound by"] for row in table)
-    by = listed(said("{count} by {what}").format(count=count, what=said(what)) for what, count in bounds.most_common())
-    launched = sum(row["at its smallest"] == "launch" for row in table)
-    note = said(
-        "Last rungs of {count} lessons at their largest shape: bound {bounds}; at their smallest {launched} by "
-        "launches. A vertical line goes from a lesson's first rung to its last."
-    ).format(count=len(table), bounds=by, launched=launched)
+    lines = said("A vertical line goes from a lesson's first rung to its last.")
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(11, 7)
         draw_roofline(figure.add_subplot(), table, chip)
 
-    return Table("roofline", table, note, draw=draw)
+    return Table("roofline", table, sentences(in_words(table), lines), draw=draw)
+
+
+def in_words(table: list[dict[str, Any]]) -> str:
+    """How many of the rows of `roofline` each limit binds, and what that means."""
+    bounds = Counter(row["bound by"] for row in table)
+    by = listed(said("{count} by {what}").format(count=count, what=said(what)) for what, count in bounds.most_common())
+    launched = sum(row["at its smallest"] == "launch" for row in table)
+    return said(
+        "Last rungs of {count} lessons at their largest shape: bound {bounds}; at their smallest {launched} by "
+        "launches. A rung is bound by memory or compute if it reaches half of that limit, and by latency if it does "
+        "not. It is bound by launches where the limit itself is less than {us} us."
+    ).format(count=len(table), bounds=by, launched=launched, us=LAUNCH_US)
 
 
 def draw_roofline(axes: Any, table: list[dict[str, Any]], chip: Chip) -> None:

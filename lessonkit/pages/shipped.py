@@ -117,10 +117,16 @@ def rows(folder: Path) -> list[operator_rows.Row]:
 
 
 def summaries(found: Sequence[operator_rows.Row]) -> list[tuple[Summary, str]]:
-    """Each operator and direction over all of its shapes; with MARK if the code of one of them has changed since."""
+    """Each operator and direction over all of its shapes; with MARK if the code of one of them has changed since.
+
+    Operators come in the order of the rows, and the directions of one stand together.
+    """
     missing = operator_rows.missing(found, operator_rows.cases())
     old = {case.key[:2] for case in missing if case.key in {row.key for row in found}}
-    return [(s, f" {MARK}" * ((s.operator, s.direction) in old)) for s in operator_rows.summaries(found)]
+    every = operator_rows.summaries(found)
+    place = list(dict.fromkeys(s.operator for s in every))
+    every.sort(key=lambda s: place.index(s.operator))
+    return [(s, f" {MARK}" * ((s.operator, s.direction) in old)) for s in every]
 
 
 def from_rows(folder: Path, language: str) -> str:
