@@ -152,7 +152,7 @@ def test_watch_grades_each_save(answers, monkeypatch):
         (
             "z = torch.empty_like(x)",
             "z = torch.empty_like(x)\n    while True: pass",
-            "When it was stopped it was in line 28: while",
+            "When it was stopped it was in line 31: while True: pass",
         ),
         ("z = torch.empty_like(x)", "z = torch.zeros(2**32)", "memory: an answer may have 4 GiB"),
         ("z = torch.empty_like(x)", "z = [bytearray(2**26) for _ in iter(int, 1)]", "memory: an answer may have 4 GiB"),
