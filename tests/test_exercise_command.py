@@ -1,5 +1,6 @@
 """`exercise` as a learner uses it: what next, check, watch, hint, reset and list say, and what they remember."""
 
+import itertools
 import json
 import math
 import os
@@ -148,7 +149,11 @@ def test_watch_grades_each_save(answers, monkeypatch):
             "z = torch.empty_like(x)\n    import os, signal; os.kill(os.getpid(), 9)",
             "SIGKILL",
         ),
-        ("z = torch.empty_like(x)", "z = torch.empty_like(x)\n    while True: pass", "has not ended"),
+        (
+            "z = torch.empty_like(x)",
+            "z = torch.empty_like(x)\n    while True: pass",
+            "has not ended",
+        ),
         ("z = torch.empty_like(x)", "z = torch.zeros(2**32)", "memory: an answer may have 4 GiB"),
         ("z = torch.empty_like(x)", "z = [bytearray(2**26) for _ in iter(int, 1)]", "memory: an answer may have 4 GiB"),
         (
@@ -174,6 +179,19 @@ def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     assert says in text
     assert re.search(r"^ +no +\S", text, re.M), "it says what was refused"
     assert "lessonkit_answers" not in text
+
+
+@interpreted
+@pytest.mark.skipif(not hasattr(grade.signal, "SIGUSR1"), reason="no such signal here")
+def test_an_endless_answer_is_told_its_line(monkeypatch):
+    endless = MUL.solution.replace("z = torch.empty_like(x)", "z = torch.empty_like(x)\n    while True: pass")
+    for limit in (4.0, 20.0, 60.0):  # on a busy machine the answer begins late
+        monkeypatch.setattr(grade, "LIMIT", limit)
+        verdict = grade.grade_apart(MUL, endless, seed=0)
+        assert verdict.caught_by == "time"
+        if "When it was stopped" in verdict.why:
+            break
+    assert verdict.why.endswith("it was in line 31: while True: pass")
 
 
 @interpreted
@@ -277,8 +295,71 @@ def test_progress_that_is_damaged_is_said_in_a_line(tmp_path):
 def test_unknown_exercise_names_those_there_are(answers):
     code, text = run("check", "nothing_like_it")
     assert code == 2
-    assert "exercise01_mul" in text
+    assert "exercise list" in text
+    assert "exercise01_mul" not in text, "45 names help nobody"
     assert run("list", "nothing_like_it")[0] == 2
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("softmaxx", "exercise04_log_softmax"), ("exercise01_mull", "exercise01_mul")]
+)
+def test_a_typo_names_the_nearest(answers, typed, meant):
+    code, text = run("next", typed)
+    assert code == 2
+    assert meant in text
+    assert "stream_overlap" not in text
+
+
+@interpreted
+def test_a_name_of_many_is_cut_short(answers):
+    _, text = run("next", "exercise")
+    assert text.count("exercise0") == exercises.MOST
+    assert "and 35 more" in text
+
+
+@interpreted
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_task_fills_the_terminal(answers, monkeypatch, width):
+    """A paragraph is filled anew: no line that is cut is followed by a short rest of it. Code keeps its lines."""
+    monkeypatch.setattr(exercises.show.console, "_width", width)
+    _, text = run("next", "column_sum")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    at = next(n for n, line in enumerate(lines) if line.startswith("A reduction along a row"))
+    paragraph = lines[at : lines.index("", at)]
+    for line, following in itertools.pairwise(paragraph):
+        assert len(line) + 1 + len(following.split()[0]) > width, line
+    assert "        row 0       4    5    6" in lines
+
+
+@interpreted
+def test_the_last_hint_says_where_the_answer_is(answers):
+    for _ in range(3):
+        _, text = run("hint", "mul")
+        assert "no further hint" not in text
+    assert "exercise01_mul: Multiply" in text
+    _, text = run("hint", "mul")
+    assert "The right answer is in" in text
+    assert progress.of(MUL).hints == 3
+
+
+@interpreted
+def test_a_mistake_is_named_while_a_todo_is_open(answers, monkeypatch):
+    """TODO(1) is wrong: that is said, and not that TODO(2) is open; once TODO(1) is right, TODO(2) is what is said."""
+    monkeypatch.setattr(grade, "PATIENCE", 30.0)
+    wrong, path = MUL.exercise.wrong[0], progress.start(MUL)
+    todo = MUL.regions[1:]
+    half_done = MUL.right_elsewhere(todo)
+    assert half_done.count(wrong.old) == 1
+    path.write_text(half_done.replace(wrong.old, wrong.new))
+    _, text = run("check", "mul")
+    assert wrong.why in text
+    assert "what you have written. TODO(2) is still to be done" in text
+    path.write_text(half_done)
+    _, text = run("check", "mul")
+    assert "TODO(2) is as it was" in text
+    assert "Others who saw" not in text
 
 
 @WHOLE

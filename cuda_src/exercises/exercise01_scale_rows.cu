@@ -4,7 +4,7 @@
 // 32 x 8 threads owns a patch of 32 columns and 8 rows. Threads that are neighbours in x must take neighbours in memory:
 // then a warp's 32 loads are one request of 4 sectors of 32 bytes. The patch hangs over both edges.
 //
-// Predict: sectors a request if threadIdx.x ran down the rows instead.
+// Predict: sectors per request if threadIdx.x ran down the rows instead.
 #include "course.cuh"
 
 __global__ void scale_rows_kernel(const float* x, const float* s, float* y, int rows, int cols, int pitch) {

@@ -42,6 +42,7 @@ EXERCISE = Exercise(
         "Grid: course::ceil_div(cols, 32) by course::ceil_div(rows, 8).",
         "`if (r < rows && c < cols) y[r * cols + c] = x[r * pitch + c] * s[r];`",
     ),
+    predicted="32: neighbours would be a row apart, so each thread would need a sector of its own.",
     wrong=(
         Wrong("threads past the last column are not sent away", "r < rows && c < cols", "r < rows", "out of bounds"),
         Wrong("threads past the last row are not sent away", "r < rows && c < cols", "c < cols", "out of bounds"),

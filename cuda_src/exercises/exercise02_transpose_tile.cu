@@ -4,7 +4,7 @@
 // block reads a tile of 32 x 32 along its rows into shared memory, waits, and writes the tile's columns as rows of y. Now
 // shared memory is read down a column: 32 words that lie 32 apart are all in one bank. A row of 33 words mends that.
 //
-// Predict: wavefronts a shared load with rows of 32 words, and with rows of 33.
+// Predict: wavefronts of a load from shared memory with rows of 32 words, and with rows of 33.
 #include "course.cuh"
 
 constexpr int TILE = 32, STEP = 8;  // a block of 32 x 8 threads: each moves 4 elements of the tile

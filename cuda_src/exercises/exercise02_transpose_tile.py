@@ -35,6 +35,7 @@ EXERCISE = Exercise(
         "mod 32.",
         "`tile[TILE][TILE + 1]`; store tile[i][threadIdx.x], `__syncthreads();`, load tile[threadIdx.x][i].",
     ),
+    predicted="32 with rows of 32 words, 1 with rows of 33.",
     wrong=(
         Wrong("no barrier between writing and reading the tile", "    __syncthreads();\n", "", "race"),
         Wrong(

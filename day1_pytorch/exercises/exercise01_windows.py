@@ -61,6 +61,10 @@ EXERCISE = Exercise(
         "have a stride and an offset of its own. The last window starts at n - width at the latest.",
         "count = (n - width) // step + 1; strides (step * s, s) with s = x.stride(0); offset x.storage_offset().",
     ),
+    predicted=(
+        "The strides are (step * s, s), where s is the stride of x. x[0] is in 1 window. An element in the "
+        "middle is in width / step windows, rounded up or down."
+    ),
     wrong=(
         Wrong("one window too few", "numel() - width) // step + 1", "numel() - width) // step", "shape_and_values"),
         Wrong("x's own stride is forgotten", "stride = x.stride(0)", "stride = 1", "any_stride"),

@@ -76,6 +76,10 @@ EXERCISE = Exercise(
         "`ctx.save_for_backward(x)` in forward; `(x,) = ctx.saved_tensors` in backward, and compute s again.",
         "silu'(x) = s + x s (1 - s) = s (1 + x (1 - s)).",
     ),
+    predicted=(
+        "silu'(0) is 1/2. The limits are 0 on the left and 1 on the right. silu is not monotonic: it falls "
+        "down to x = -1.28 and rises from there."
+    ),
     wrong=(
         Wrong("dy is forgotten", "return dy * s", "return s", "gradient"),
         Wrong("the product rule's second term is missing", "s * (1 + x * (1 - s))", "s", "gradient"),

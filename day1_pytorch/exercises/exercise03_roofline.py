@@ -84,6 +84,7 @@ EXERCISE = Exercise(
         "Both sides grow with m: m (2 k n / RATE - (k + n) itemsize / BANDWIDTH) = k n itemsize / BANDWIDTH. "
         "If the bracket is not positive, no m is large enough.",
     ),
+    predicted="m = 230. The ridge of 206 FLOPs per byte is not enough, because x and y move bytes as well.",
     wrong=(
         Wrong("a multiply-add counted as one FLOP", "2 * m * k * n", "m * k * n", "counts"),
         Wrong("the output's bytes are forgotten", " + m * n) * itemsize", ") * itemsize", "counts"),

@@ -86,6 +86,10 @@ EXERCISE = Exercise(
         "dy = 2 (y - t) / y.numel(); dw2 = h.T @ dy; dh = dy @ w2.T; da = dh where a > 0, else 0; dw1 = x.T @ da; "
         "db1 = da.sum(0).",
     ),
+    predicted=(
+        "With dx each matmul of the forward has two in the backward: 2 times the FLOPs. Without dx the factor "
+        "is (D + 2C) / (D + C), so 1.5 if D = C."
+    ),
     wrong=(
         Wrong("the mean is over rows only", "/ y.numel()", "/ len(y)", "second_layer"),
         Wrong("the square's 2 is forgotten", "2 * (y - t)", "(y - t)", "second_layer"),

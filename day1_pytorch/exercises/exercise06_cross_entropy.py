@@ -82,6 +82,7 @@ EXERCISE = Exercise(
         "by 1 / their number, "
         "others by 0.",
     ),
+    predicted="The sum is 0: a softmax adds up to 1, and so does onehot.",
     wrong=(
         Wrong("no maximum is subtracted", "m = z.amax(1, keepdim=True)", "m = torch.zeros(len(z), 1)", "large_logits"),
         Wrong("the maximum is not added back", "(m + e.sum", "(e.sum", "loss"),

@@ -77,6 +77,7 @@ EXERCISE = Exercise(
         "`mask = offsets < n`, then `tl.load(x_ptr + offsets, mask=mask)`, the same for y, and "
         "`tl.store(z_ptr + offsets, x * y, mask=mask)`. Backward: `return mul(dz, y), mul(dz, x)`.",
     ),
+    predicted="1: each of the 3n elements is moved once.",
     wrong=(
         Wrong("one load has no mask", "y_ptr + offsets, mask=mask", "y_ptr + offsets", "out of bounds"),
         Wrong("the store has no mask", "x * y, mask=mask", "x * y", "out of bounds"),

@@ -79,6 +79,7 @@ EXERCISE = Exercise(
         "Row r of x begins at r * x_stride, of z at r * N. One mask does for all three: cols < N.",
         "`tl.where(condition, 0.0, y)`: a comparison with NaN is false, so which condition leaves NaN alone? y < 0.",
     ),
+    predicted="2: 4MN elements in two kernels, 2MN in one.",
     wrong=(
         Wrong("rows of x are taken to lie N apart", "x_ptr + row * x_stride", "x_ptr + row * N"),
         Wrong("relu(NaN) becomes 0", "tl.where(y < 0, 0.0, y)", "tl.where(y > 0, y, 0.0)"),

@@ -86,6 +86,7 @@ EXERCISE = Exercise(
         "Start from `tl.zeros([BLOCK_M, BLOCK_N], tl.float32)`, add a masked load (other=0.0) in each step of "
         "`for start in range(0, M, BLOCK_M)`, and store `tl.sum(total, 0)` once, after the loop.",
     ),
+    predicted="One sector of 32 bytes in each row: 16 times the 2 bytes that it uses.",
     wrong=(
         Wrong(
             "the running sums have 16 bits",

@@ -87,6 +87,10 @@ EXERCISE = Exercise(
         "`cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))`; store `x * cdf`. Backward: "
         "`pdf = tl.exp(-0.5 * x * x) * 0.3989422804014327`; store `dy * (cdf + x * pdf)`.",
     ),
+    predicted=(
+        "1/2 at 0, nearly 0 at -10, nearly 1 at 10. It is smallest at x = -sqrt(2), where it is -0.129. Forward and "
+        "backward move 5n elements: 2n and 3n."
+    ),
     wrong=(
         Wrong(
             "the tanh approximation is another function",

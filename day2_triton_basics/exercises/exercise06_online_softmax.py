@@ -8,6 +8,7 @@ the blocks so far, and the sum s of exp(x - m). When a block brings a larger max
 Then 2MN are read and MN written. Flash attention is the same step, with vectors in place of s.
 
 Predict: time over that of three passes, and over that of a row that stays in registers.
+
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 """
 
@@ -85,6 +86,9 @@ EXERCISE = Exercise(
         "`tl.maximum(m, tl.max(x))` is the new maximum. m starts at the lowest finite value, as in lesson05_softmax: "
         "exp(m - larger) is then 0 after the first block, and not NaN after a block that is all -inf.",
         "s = s * exp(m - larger) + sum(exp(x - larger)), then m = larger. Second loop: exp(x - m) / s.",
+    ),
+    predicted=(
+        "3/4 of three passes (3MN elements over 4MN) and 3/2 of a row in registers (2MN), if memory is the limit."
     ),
     wrong=(
         Wrong("the old sum is not brought to the new scale", "s * tl.exp(m - larger) +", "s +"),

@@ -86,6 +86,9 @@ EXERCISE = Exercise(
         "`mean = tl.sum(x) / N`, `centred = tl.where(mask, x - mean, 0.0)`, `var = tl.sum(centred * centred) / N`, and "
         "store `(x - mean) * tl.rsqrt(var + eps) * w + b`.",
     ),
+    predicted=(
+        "Several percent. mean(x^2) and mean^2 are about 10^6, fp32 rounds each by up to 0.03, and they differ by 1."
+    ),
     wrong=(
         Wrong("lanes past the end count in the variance", "tl.where(mask, x - mean, 0.0)", "x - mean"),
         Wrong("the mean is over BLOCK lanes", "mean = tl.sum(x) / N", "mean = tl.sum(x) / BLOCK"),

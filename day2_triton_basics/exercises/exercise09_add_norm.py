@@ -83,6 +83,7 @@ EXERCISE = Exercise(
         "`.to(h_ptr.dtype.element_ty)` rounds to what h points to; convert back to fp32 before squaring.",
         "h = (x + r).to(...), store it, h = h.to(tl.float32), y = h * tl.rsqrt(tl.sum(h * h) / N + eps) * w.",
     ),
+    predicted="5/4: 5MN elements in two kernels, 4MN in one.",
     wrong=(
         Wrong("the norm is of x alone", "tl.sum(h * h)", "tl.sum(x * x)"),
         Wrong("squares in 16 bits overflow or round", "    h = h.to(tl.float32)\n", ""),

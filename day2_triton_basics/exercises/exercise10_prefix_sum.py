@@ -64,6 +64,7 @@ EXERCISE = Exercise(
         "`tl.cumsum(x, 0)` is inclusive. Masked lanes must add nothing to the carry: other=0.0.",
         "carry = 0.0 before the loop; store `tl.cumsum(x, 0) + carry`; then `carry += tl.sum(x)`.",
     ),
+    predicted="4, one for each row: 128 of the 132 SMs have nothing to do.",
     wrong=(
         Wrong("no carry: every block begins at 0", "tl.cumsum(x, 0) + carry", "tl.cumsum(x, 0)"),
         Wrong("the carry is only the last block's sum", "carry += tl.sum(x)", "carry = tl.sum(x)"),

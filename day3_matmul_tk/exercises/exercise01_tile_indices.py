@@ -87,6 +87,7 @@ EXERCISE = Exercise(
         "`a_ptr + rows[:, None] * a_m + k[None, :] * a_k`, `b_ptr + k[:, None] * b_k + cols[None, :] * b_n` with "
         "`k = start + tl.arange(0, BLOCK_K)`; `acc = tl.dot(a, b, acc)`.",
     ),
+    predicted="A is loaded N / BLOCK_N times, once for each column of tiles, and B is loaded M / BLOCK_M times.",
     wrong=(
         Wrong(
             "tiles are counted along M",

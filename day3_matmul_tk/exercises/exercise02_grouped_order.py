@@ -90,6 +90,7 @@ EXERCISE = Exercise(
         "tiles_n). "
         "132 programs in groups of 8 make 16.5 columns.",
     ),
+    predicted="25: 8 block rows of A, and 132 / 8 = 16.5, so 17 block columns of B.",
     wrong=(
         Wrong(
             "row and column inside the group are exchanged",

@@ -84,6 +84,7 @@ EXERCISE = Exercise(
         "`mask=(rows[:, None] < M) & (k[None, :] < K), other=0.0`; the same for B with (k[:, None] < K) & "
         "(cols[None, :] < N).",
     ),
+    predicted="79%: 64 * 96 * 32 multiplications are done, and 33 * 65 * 19 are needed.",
     wrong=(
         Wrong(
             "A has no mask along K: it reads the next row",

@@ -106,6 +106,10 @@ EXERCISE = Exercise(
         "`at = split * M * N + rows[:, None] * N + cols[None, :]`; in the second kernel a loop "
         "`for split in range(S): total += tl.load(parts_ptr + split * size + at, ...)`.",
     ),
+    predicted=(
+        "1/4: 2 MiB of parts over 8 MiB of A and B. They are written and read, so they add half of the "
+        "traffic of A and B."
+    ),
     wrong=(
         Wrong("every split does all of K", "begin = split * per_split", "begin = 0", "value"),
         Wrong("the end of a split is not the beginning of the next", "min(begin + per_split, K)", "K", "value"),

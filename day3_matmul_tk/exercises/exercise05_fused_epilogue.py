@@ -82,6 +82,10 @@ EXERCISE = Exercise(
         "`bias[None, :]` is one row for all rows. After the loop, before the store. A comparison with NaN is false.",
         "`acc += bias[None, :]`, `acc = tl.where(acc < 0, 0.0, acc)`; the load of bias has mask=cols < N.",
     ),
+    predicted=(
+        "The matmul takes 1.4 ms * 512 / 8192 = 0.09 ms, so the 0.13 ms are 1.5 times the matmul. At K = 8192 "
+        "they are a tenth of it."
+    ),
     wrong=(
         Wrong("the bias runs down the rows", "acc += bias[None, :]", "acc += bias[:, None]"),
         Wrong(

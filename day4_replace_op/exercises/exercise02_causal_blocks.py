@@ -7,6 +7,7 @@ describe the three kinds of blocks. S_q need not be S_k: with a cache of keys it
 queries see nothing.
 
 Predict: for S_q = S_k = 8192 and blocks of 128 x 128, blocks visited over blocks there are.
+
 Source: Dao, "FlashAttention-2", 2023, section 3.1, causal masking.
 """
 
@@ -24,11 +25,11 @@ def bounds(row, S_q, S_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     end    one past the last key that any of them sees; 0 if they see none
     whole  the largest multiple of BLOCK_N such that each of them sees all keys before it
     """
-    # TODO(1): end.
+    # TODO(1): compute end: which of these queries sees the most keys?
     # stub: end = S_k
     end = tl.maximum(0, tl.minimum(row + BLOCK_M, S_q) + S_k - S_q)
     # END(1)
-    # TODO(2): whole.
+    # TODO(2): compute whole: which of these queries sees the fewest keys?
     # stub: whole = 0
     whole = tl.maximum(0, row + 1 + S_k - S_q) // BLOCK_N * BLOCK_N
     # END(2)
@@ -164,6 +165,7 @@ EXERCISE = Exercise(
         "end = max(0, min(row + BLOCK_M, S_q) + S_k - S_q); whole = max(0, row + 1 + S_k - S_q) // BLOCK_N * BLOCK_N; "
         "seen: keys[None, :] <= rows[:, None] + S_k - S_q.",
     ),
+    predicted="65/128, a little more than a half: row i of the 64 rows of blocks visits i + 1 of 64.",
     wrong=(
         Wrong(
             "aligned at the upper left: right only for S_q = S_k",

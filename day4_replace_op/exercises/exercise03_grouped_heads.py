@@ -7,6 +7,7 @@ one tile, its program loads them once. A tensor core's tile has 16 rows anyway. 
 strides, and the strides of K and V may differ.
 
 Predict: for H = 32, H_kv = 8 bytes of the cache in bf16 a token and layer at D = 128, and with H_kv = 32.
+
 Source: Ainslie et al., "GQA: training generalized multi-query transformer models", 2023.
 """
 
@@ -120,6 +121,7 @@ EXERCISE = Exercise(
         "b = owner // (H // TOGETHER); h = owner % (H // TOGETHER) * TOGETHER; h_kv = h // GROUP; k_ptr + b * k_b + "
         "h_kv * k_h + keys[:, None] * k_s + cols[None, :]; together = H // H_kv.",
     ),
+    predicted="4096 bytes with 8 heads of K and V: 2 * 8 * 128 * 2. With 32 heads it is 16,384.",
     wrong=(
         Wrong("heads are dealt out in turn: h % H_kv", "h_kv = h // GROUP", "h_kv = h % (H // GROUP)"),
         Wrong(

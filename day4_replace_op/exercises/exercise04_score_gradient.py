@@ -6,6 +6,7 @@ all keys, which no block has at once; but it is rowsum(dO * O), one number a que
 Then dQ = scale dS K, added up over blocks of keys.
 
 Predict: bytes of lse and delta a query, over those of a row of P in bf16 at S = 4096.
+
 Source: Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022, section 3.1 and appendix B.2.
 """
 
@@ -118,6 +119,7 @@ EXERCISE = Exercise(
         "delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1); ds = p * (tl.dot(do, v.T) - delta[:, None]); "
         "dq = tl.dot(ds.to(k.dtype), k, dq); store dq * scale under live[:, None].",
     ),
+    predicted="1/1024: two numbers in fp32 are 8 bytes, and a row of P is 8192 bytes.",
     wrong=(
         Wrong("delta is left out: rows of dS do not sum to 0", "dp - delta[:, None]", "dp"),
         Wrong(

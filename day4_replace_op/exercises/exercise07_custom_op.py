@@ -7,6 +7,7 @@ a kernel again, and so an operator with a fake of its own. With s = sigmoid(gate
 gate s is s (1 + gate (1 - s)).
 
 Predict: how many tensors a backward in one kernel reads or writes, and how many autograd's own.
+
 Source: torch.library's documentation; Shazeer, "GLU variants improve transformer", 2020.
 """
 
@@ -207,6 +208,9 @@ EXERCISE = Exercise(
         "up times the derivative of gate s. After sum() dy is one number with stride 0.",
         "`return gate.new_empty(gate.shape)` (empty_like would keep gate's strides); `ctx.save_for_backward(*inputs)`; "
         "`return swiglu_backward(dy.contiguous(), *ctx.saved_tensors)`; dgate = dy * up * s * (1 + gate * (1 - s)).",
+    ),
+    predicted=(
+        "5 in one kernel: dy, gate, up, and the two gradients. Autograd runs three kernels of 3 tensors each, so 9."
     ),
     wrong=(
         Wrong(

@@ -52,7 +52,7 @@ def chain(config: Config, N: int) -> float:
 
 def resident(config: Config, gpu: GPU) -> int:
     """Programs that an SM holds at a time; 0: it does not start."""
-    # TODO(1): the least of four limits, and one refusal.
+    # TODO(1): the least of four limits (registers, shared memory, warps, programs); 0 if it asks for too much.
     # stub: return 1
     if config.shared > gpu.most_shared:
         return 0
@@ -65,7 +65,7 @@ def resident(config: Config, gpu: GPU) -> int:
 
 def occupancy(config: Config, gpu: GPU) -> float:
     """Warps that an SM holds, as a share of the most that it can hold."""
-    # TODO(2): from what is resident.
+    # TODO(2): the warps of the resident programs over the warps that an SM can hold.
     # stub: return None
     return resident(config, gpu) * config.warps / gpu.warps
     # END(2)
@@ -88,7 +88,7 @@ def seconds(M: int, N: int, config: Config, gpu: GPU) -> float:
 
 def ranked(M: int, N: int, configs: list[Config], gpu: GPU) -> list[Config]:
     """Those that start, the fastest first."""
-    # TODO(4): sort.
+    # TODO(4): leave out what does not start, and sort by the predicted time.
     # stub: return configs
     return sorted((c for c in configs if resident(c, gpu)), key=lambda c: seconds(M, N, c, gpu))
     # END(4)

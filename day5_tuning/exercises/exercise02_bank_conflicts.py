@@ -171,6 +171,7 @@ EXERCISE = Exercise(
         "words = {address // 4, ... of the group}; max over banks of how many words have w % 32 == bank. padding: 0 "
         "for odd, 1 for even rows. column ^ row; piece ^ (row % 8).",
     ),
+    predicted="4: rows are 36 words apart, so a column meets only 8 of the 32 banks, each of them 4 times.",
     wrong=(
         Wrong("addresses are taken for words: banks of one byte", "range(address // 4, (address + size - 1) // 4 + 1)",
               "range(address, address + 1)", "of_words"),

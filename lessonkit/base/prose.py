@@ -25,7 +25,7 @@ _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "Prediction": ("why",),
     "Lesson": ("passes_why",),
     "Table": (2, "note"),
-    "Exercise": ("hints",),
+    "Exercise": ("hints", "predicted"),
     "Wrong": (0, "why"),
     "case": (0, "why"),
 }
@@ -556,6 +556,34 @@ def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> 
 def unwrapped(text: str) -> str:
     """The lines of a paragraph as one; between two Chinese characters stands no space."""
     return _BROKEN.sub("", text).replace("\n", " ")
+
+
+def flowed(text: str, width: int) -> str:
+    """The paragraphs of a docstring in lines of another width. Indented lines and drawings stay lines of their own.
+
+    A line that ends a sentence, and has room for the next line's first word, ends there in the other width, too.
+    """
+    made, paragraph = list[str](), list[str]()
+
+    def close() -> None:
+        if paragraph:
+            made.extend(wrapped(unwrapped("\n".join(paragraph)), width, width))
+            paragraph.clear()
+
+    for line in text.split("\n"):
+        if not line.strip() or line.startswith(" ") or _DRAWN.search(line):
+            close()
+            more = " " * (len(line) - len(line.lstrip()) + 4)
+            pieces = wrapped(line, width - len(more), width)
+            made.append(f"\n{more}".join(pieces))
+            continue
+        if paragraph and re.search(r"[.:?!。：？！]$", paragraph[-1]):
+            first = atoms(line)[0]
+            if columns(f"{paragraph[-1]} {first}") <= WIDTH - 8:
+                close()
+        paragraph.append(line)
+    close()
+    return "\n".join(made)
 
 
 def breaks(text: str, width: int) -> list[int]:

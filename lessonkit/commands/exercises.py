@@ -1,5 +1,6 @@
 """python -m lessonkit exercise: next, check, watch, hint, reset, list."""
 
+import difflib
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lessonkit.base import device, renames
+from lessonkit.base.prose import flowed, wrapped
 from lessonkit.base.words import said
 from lessonkit.commands import show
 from lessonkit.exercise import desk, progress
@@ -22,6 +24,8 @@ app = typer.Typer(no_args_is_help=True, help="Graded exercises: a stub to comple
 Which = Annotated[str, typer.Argument(help="mul, exercise01_mul, day2; without it the one that you are at.")]
 COURSE = "python3 course.py" if "COURSE_PY" in os.environ else "python -m lessonkit"  # as the learner has called it
 
+MOST = 10  # names in one message
+MARKS = {"held": "  ok  ", "refused": "  no  ", "right": ""}
 STYLES = {"held": "green", "refused": "bold red", "why": "red", "help": "yellow", "right": "bold green"}
 
 
@@ -37,17 +41,39 @@ def _say(text: str, style: str | None = None) -> None:
     show.console.print(text, style=style, markup=False, highlight=False)
 
 
+def _say_behind(mark: str, text: str, style: str | None = None) -> None:
+    """Say a text behind a mark, with each of its lines as far to the right as the first."""
+    room = show.console.width - len(mark)
+    lines = [part for line in text.split("\n") for part in wrapped(line, room, room)]
+    _say("\n".join(f"{' ' * len(mark) if nth else mark}{line}" for nth, line in enumerate(lines)), style)
+
+
 def _some(which: str, *, one: bool = False) -> Sequence[Source]:
     """The exercises named; all of them without a name."""
     found = find(which) if which else discover()
     if not found and (now := renames.meant("exercises", which)):
         _say(said("exercise {old} is now called {new}").format(old=which, new=now))
         found = find(now)
-    if not found or (one and len(found) > 1):
-        names = "\n  ".join(s.name for s in found or discover())
+    if not found:
+        raise typer.BadParameter(_unknown(which))
+    if one and len(found) > 1:
+        names = [s.name for s in found[:MOST]]
+        if more := len(found) - len(names):
+            names.append(said("and {count} more").format(count=more))
         words = said("{which} names {count} exercises, expected one of:")
-        raise typer.BadParameter(f"{words.format(which=repr(which), count=len(found))}\n  {names}")
+        raise typer.BadParameter("\n  ".join([words.format(which=repr(which), count=len(found)), *names]))
     return found
+
+
+def _unknown(which: str) -> str:
+    """Say that no exercise is called so, and which names are nearest."""
+    names = {name: source.name for source in discover() for name in (source.short, source.path.stem, source.name)}
+    close = dict.fromkeys(names[near] for near in difflib.get_close_matches(which, names, n=3 * MOST, cutoff=0.6))
+    words = said("there is no exercise {which}").format(which=repr(which))
+    if close:
+        return "\n  ".join([said("{problem}; did you mean:").format(problem=words), *list(close)[:5]])
+    command = f"`{COURSE} exercise list`"
+    return said("{problem}; {command} shows all names").format(problem=words, command=command)
 
 
 def _one(which: str) -> Source:
@@ -72,13 +98,15 @@ def next_exercise(which: Which = "") -> None:
     path = progress.start(source)
     progress.update(source)
     show.console.rule(said(source.title))
-    _say(desk.task(source))
+    _say(flowed(desk.task(source), show.console.width))
     mine = path.read_text().splitlines()
+    if source.regions:
+        _say("")
     for region in source.regions:
         line = said(", line {number}")
         found = (line.format(number=n) for n, line_ in enumerate(mine, 1) if f"TODO({region.number})" in line_)
         words = said("TODO({number}){line}: {task}")
-        _say(words.format(number=region.number, line=next(found, ""), task=said(region.task)), "bold")
+        _say_behind("", words.format(number=region.number, line=next(found, ""), task=said(region.task)), "bold")
     _say("\n" + said("Edit:  {path}").format(path=_shown(path)))
     _say(said("Then:  {command}   (or watch; hint, if you are stuck)").format(command=f"{COURSE} exercise check"))
 
@@ -90,17 +118,20 @@ def check(which: Which = "") -> None:
 
 
 def _check(source: Source) -> Verdict:
+    if show.console.is_terminal:
+        _say(said("grading") + " ...", "dim")
     verdict, lines = desk.check(source, lambda words: _say(words, "dim"))
     show.console.rule(f"{source.path.stem}: {said(source.title)}")
-    before = {"held": "  ok  ", "refused": "  no  ", "right": "\n"}
     for line in lines:
-        _say(before.get(line.kind, "      ") + line.text, STYLES.get(line.kind))
+        if line.kind == "right":
+            _say("")
+        _say_behind(MARKS.get(line.kind, "      "), line.text, STYLES.get(line.kind))
     if not verdict.right:
         _say("\n" + said("Edit:  {path}").format(path=_shown(progress.answer_file(source))))
         _say(said("Stuck: {command}").format(command=f"{COURSE} exercise hint {source.short}"))
         return verdict
     language = "cpp" if source.is_cuda else "python"
-    show.console.print(Syntax(desk.solution(source), language, background_color="default"))
+    show.console.print(Syntax(desk.solution(source), language, background_color="default", word_wrap=True))
     _say(said("Next:  {command}").format(command=f"{COURSE} exercise next"))
     return verdict
 
@@ -130,9 +161,15 @@ def watch(which: Which = "") -> None:
 @app.command()
 def hint(which: Which = "") -> None:
     """Show one hint more: the idea, then the indices or the formula, then nearly the code."""
-    hints = desk.hints(_one(which), more=True)
+    source = _one(which)
+    taken = len(desk.hints(source, more=False))
+    hints = desk.hints(source, more=True)
+    show.console.rule(f"{source.path.stem}: {said(source.title)}")
     for words in hints:
-        _say(words, "bold" if words == hints[-1] else "dim")
+        _say_behind("", words, "bold" if words == hints[-1] else "dim")
+    if len(hints) == taken:
+        whole = source.path.with_suffix(".cu") if source.is_cuda else source.path
+        _say("\n" + said("There is no further hint. The right answer is in {path}.").format(path=_shown(whole)))
 
 
 @app.command()

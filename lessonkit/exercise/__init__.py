@@ -48,6 +48,7 @@ class Exercise:
     """What the grader asks. Claims come first, in order; then, if there is an `op`, its cases, traffic and gradient.
 
     hints      three: the idea, then the indices or the formula, then nearly the code
+    predicted  the answer to what the task lets the learner predict, with its reason; shown once the exercise is right
     wrong      at least three
     claims     functions that assert; the docstring's first line says what holds
     op, reference, inputs, cases, dtypes, factor, grad, extension    as a Lesson has them
@@ -57,6 +58,7 @@ class Exercise:
     """
 
     hints: tuple[str, str, str]
+    predicted: str = ""
     wrong: tuple[Wrong, ...]
     claims: tuple[Callable[[], None], ...] = ()
     op: Rung | None = None

@@ -44,6 +44,7 @@ MEANS = {
         "Two threads touch one address with no barrier between, and one of them writes: any order may happen."
     ),
     "barrier": later("Some threads of the block wait at a barrier that others never reach."),
+    "crash": later("Usual causes: an index far outside of every tensor, or a loop that takes memory and does not end."),
     "uninitialised": later("Shared memory is read before any thread wrote it."),
 }
 
@@ -84,6 +85,8 @@ def check(source: Source, say: Callable[[str], None] = lambda words: None) -> tu
         progress.update(source, passed=progress.today())
     checks = counted(record.checks + 1, said("1 check"), said("{count} checks"))
     hints = counted(record.hints, said("1 hint"), said("{count} hints"))
+    if verdict.predicted:
+        lines.append(Line("means", said("The prediction: {words}").format(words=said(verdict.predicted))))
     words = said("Right, after {checks} and {hints} ({seconds} s). One solution:")
     return verdict, [*lines, Line("right", words.format(checks=checks, hints=hints, seconds=f"{took:.1f}"))]
 
@@ -107,7 +110,10 @@ def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
         yield Line("means", said(MEANS[verdict.caught_by]))
     if todo := source.untouched(answer):
         more = said(" (and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
-        words = said("TODO({number}) is as it was{more}: {task}")
+        if verdict.is_own:
+            words = said("This comes from what you have written. TODO({number}) is still to be done{more}: {task}")
+        else:
+            words = said("TODO({number}) is as it was{more}: {task}")
         yield Line("help", words.format(number=todo[0].number, more=more, task=said(todo[0].task)))
     if verdict.mistake:
         words = said("Others who saw exactly this had made this mistake: {mistake}.")

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import time
 import traceback
 import warnings
@@ -43,7 +44,9 @@ class Verdict:
     why: str = ""
     on: str = ""  # the case or claim
     mistake: str = ""  # the known wrong answer that fails in just this way
+    is_own: bool = False  # it fails by what the learner has written: what is still to be written would fail later
     score: str = ""  # reads and writes against the ideal
+    predicted: str = ""  # the answer to what the task lets the learner predict, if it is right
     compiled: str = ""  # for which targets, or why not; empty where there is no kernel
 
     @property
@@ -105,7 +108,7 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
     except Rejected as rejected:
         why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
         return Verdict(tuple(held), rejected.caught_by, _readable(why), on)
-    return Verdict(tuple(held), score=score)
+    return Verdict(tuple(held), score=score, predicted=exercise.predicted)
 
 
 def grade_and_compile(
@@ -236,26 +239,28 @@ def _readable(why: str) -> str:
 
 def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     """Grade in a process of its own, which may loop or crash; a refused answer is compared with the known mistakes."""
+    with tempfile.NamedTemporaryFile(prefix="lessonkit_traces_") as traces:
+        return _grade_apart(source, answer, seed, Path(traces.name))
+
+
+def _grade_apart(source: Source, answer: str, seed: int, traces: Path) -> Verdict:
+    """traces: a file that says where the worker is when its time is over."""
     context: Any = multiprocessing.get_context("fork" if device.FORKS else "spawn")
     here, there = context.Pipe(duplex=False)
     # Without what it has found out of its file, which is a module of this process.
-    worker = context.Process(target=_grade_there, args=(Source(source.path), answer, seed, there))
+    worker = context.Process(target=_grade_there, args=(Source(source.path), answer, seed, there, traces))
     worker.start()
     assert worker.pid is not None
     there.close()
-    verdict, mistake, died = (
-        Verdict(
-            caught_by="time",
-            why=said("it has not ended after {seconds} s: which loop never ends?").format(seconds=f"{LIMIT:.0f}"),
-            on=said("running your file"),
-        ),
-        "",
-        False,
-    )
+    verdict, own, mistake, died = Verdict(), False, "", False
     try:
         if _has_said(here, worker.pid):
             verdict = here.recv()
-            mistake = here.recv() if here.poll(PATIENCE) else ""
+            own, mistake = here.recv() if here.poll(PATIENCE) else (False, "")
+        else:
+            why = said("it has not ended after {seconds} s: which loop never ends?").format(seconds=f"{LIMIT:.0f}")
+            at = _interrupted(worker.pid, traces, answer)
+            verdict = Verdict(caught_by="time", why=why + at, on=said("running your file"))
     except TooManyProcesses as many:
         verdict = Verdict(caught_by="processes", why=str(many), on=said("running your file"))
     except EOFError:
@@ -274,7 +279,24 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         what = signal.Signals(-code).name if code < 0 else said("exit code {code}").format(code=code)
         why = said("the process that ran it died ({what})").format(what=what)
         verdict = Verdict(caught_by="crash", why=why, on=said("running your file"))
-    return replace(verdict, mistake=mistake)
+    return replace(verdict, mistake=mistake, is_own=own)
+
+
+def _interrupted(worker: int, traces: Path, answer: str) -> str:
+    """Where in the learner's file the process is that does not end; "" if it is somewhere else, or does not say."""
+    end = time.monotonic() + PATIENCE
+    if not hasattr(signal, "SIGUSR1"):  # on Windows
+        return ""
+    with suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGUSR1)
+    while not (text := traces.read_text()).endswith("\n") and time.monotonic() < end:
+        time.sleep(0.05)
+    code = answer.splitlines()
+    for number in map(int, re.findall(r'^  File "[^"]*lessonkit_answers[^"]*", line (\d+)', text, re.MULTILINE)):
+        if number <= len(code):  # below it stands the grader's part
+            words = said("\nWhen it was stopped it was in line {number}: {code}")
+            return words.format(number=number, code=code[number - 1].strip())
+    return ""
 
 
 class TooManyProcesses(RuntimeError):
@@ -344,8 +366,15 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
 
 
-def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
-    """The life of the process that grades: the verdict, then the mistake that it recognises."""
+def _grade_there(source: Source, answer: str, seed: int, line: Any, traces: Path) -> None:
+    """The life of the process that grades: the verdict, then whose it is and the mistake that it recognises.
+
+    traces: a file, for where it is when SIGUSR1 comes.
+    """
+    if hasattr(signal, "SIGUSR1"):
+        import faulthandler
+
+        faulthandler.register(signal.SIGUSR1, file=os.open(traces, os.O_WRONLY), all_threads=False)
     if hasattr(os, "setsid"):
         os.setsid()  # a process group with all that it starts
         signal.alarm(int(WAITING * LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
@@ -354,8 +383,23 @@ def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
     verdict = grade_and_compile(source, answer, seed=seed)
     line.send(verdict)
-    begun = not source.untouched(answer) and not source.is_stub(answer)
-    line.send("" if verdict.right or not begun else recognised(source, verdict, seed))
+    own = not verdict.right and is_own(source, answer, verdict, seed)
+    line.send((own, recognised(source, verdict, seed) if own else ""))
+
+
+def is_own(source: Source, answer: str, verdict: Verdict, seed: int) -> bool:
+    """Whether an answer is refused for what the learner has written, and not for what is still to be written."""
+    if source.is_stub(answer):
+        return False
+    todo = source.untouched(answer)
+    if len(todo) == len(source.regions) or not todo:
+        return not todo
+    later = grade(source, source.right_elsewhere(todo), seed=seed)
+    return (later.caught_by, later.on, _without_lines(later.why)) != (
+        verdict.caught_by,
+        verdict.on,
+        _without_lines(verdict.why),
+    )
 
 
 def recognised(source: Source, verdict: Verdict, seed: int, within: float = math.inf) -> str:

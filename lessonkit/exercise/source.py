@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -119,6 +119,14 @@ class Source:
     def wrong(self, wrong: Wrong) -> str:
         """The text of a wrong answer. Raises ValueError where the right one has moved on and the wrong one has not."""
         return _replaced(self, self.solution, wrong)
+
+    def right_elsewhere(self, regions: Collection[Region]) -> str:
+        """The right answer, with these regions as the stub has them."""
+        lines = self.with_marks.splitlines(True)
+        for region in reversed(self.regions):
+            if region in regions:
+                lines[region.start : region.stop] = region.stub
+        return "".join(line for line in lines if not re.match(r"\s*(#|//) stub:", line))
 
     def untouched(self, answer: str) -> list[Region]:
         """The regions that an answer has as the stub does."""

@@ -70,9 +70,10 @@ def _graded(source: Any, answer: str, *, seed: int) -> Any:
 
     source = Source(source.path)
     verdict = grade.grade_and_compile(source, answer, seed=seed)
-    if verdict.right or source.untouched(answer) or source.is_stub(answer):
+    if verdict.right or not grade.is_own(source, answer, verdict, seed):
         return verdict
-    return replace(verdict, mistake=grade.recognised(source, verdict, seed, within=grade.PATIENCE))
+    mistake = grade.recognised(source, verdict, seed, within=grade.PATIENCE)
+    return replace(verdict, mistake=mistake, is_own=True)
 
 
 def answer(request: str, kept: str) -> str:
