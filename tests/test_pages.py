@@ -772,9 +772,12 @@ def test_how_it_was_checked_is_counted_from_rows(tmp_path, monkeypatch):
         fuzz_runs.Count(**known | {"device": "b"}, code=code, cases=9),
     ]
     monkeypatch.setattr(fuzz_runs, "counts", lambda: dict(enumerate(counts)))
+    kept = [fuzz_runs.Found(mode, {}, "wrong", "", why) for mode, why in (("gpu", ""), ("gpu", "a reason"), ("cpu", ""))]
+    monkeypatch.setattr(fuzz_runs, "found", lambda: kept)
     (line,) = checked._random_calls(tmp_path / "a")
-    assert "1,200 of today's code, with 1 wrong answers, 0 crashes" in line
+    assert "1,200 of today's code, with 1 answers judged wrong, 0 crashes" in line
     assert "(`softmax` forward)" in line
+    assert "of 2 from all runs 1 still fail" in line
     assert not list(checked._random_calls(tmp_path / "c"))
     assert not list(checked._tools(tmp_path / "a"))
     assert not list(checked._wrong_kernels(tmp_path / "a", [(ADD, dict(kernels())[ADD])]))

@@ -50,15 +50,17 @@ def _random_calls(folder: Path) -> Iterator[str]:
     counts = [c for c in fuzz_runs.counts().values() if c.mode == "gpu" and c.device == folder.name]
     today = [count for count in counts if count.code == codes.get(count.operator)]
     words = said(
-        "Random calls of `course_ops`: {cases} of today's code, with {wrong} wrong answers, {crashes} crashes and "
-        "{alarms} legal calls refused{where}. Each such call is kept, and the tests run it."
+        "Random calls of `course_ops`: {cases} of today's code, with {wrong} answers judged wrong, {crashes} crashes "
+        "and {alarms} legal calls refused{where}. Each such call is kept, and the tests run it: of {kept} from all "
+        "runs {open} still fail."
     )
     if today:
+        kept = [each for each in fuzz_runs.found() if each.mode == "gpu"]
         faulty = [f"`{c.operator}` {c.direction}" for c in today if c.wrong + c.crashes + c.false_alarms]
         yield words.format(
             cases=f"{sum(c.cases for c in today):,}", wrong=sum(c.wrong for c in today),
             crashes=sum(c.crashes for c in today), alarms=sum(c.false_alarms for c in today),
-            where=f" ({listed(faulty)})" * bool(faulty),
+            where=f" ({listed(faulty)})" * bool(faulty), kept=len(kept), open=sum(bool(each.open) for each in kept),
         )  # fmt: skip
 
 
