@@ -772,7 +772,10 @@ def test_how_it_was_checked_is_counted_from_rows(tmp_path, monkeypatch):
         fuzz_runs.Count(**known | {"device": "b"}, code=code, cases=9),
     ]
     monkeypatch.setattr(fuzz_runs, "counts", lambda: dict(enumerate(counts)))
-    kept = [fuzz_runs.Found(mode, {}, "wrong", "", why) for mode, why in (("gpu", ""), ("gpu", "a reason"), ("cpu", ""))]
+    kept = [
+        fuzz_runs.Found(*each)
+        for each in (("gpu", {}, "wrong", ""), ("gpu", {}, "wrong", "", "why"), ("cpu", {}, "wrong", ""))
+    ]
     monkeypatch.setattr(fuzz_runs, "found", lambda: kept)
     (line,) = checked._random_calls(tmp_path / "a")
     assert "1,200 of today's code, with 1 answers judged wrong, 0 crashes" in line
