@@ -9,7 +9,7 @@ New words (GLOSSARY.md): occupancy.
 You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
 bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
 Run it:    python3 course.py run lesson06_profiler
-Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
+Trace:     reports/traces/<device>.json (ui.perfetto.dev, chrome://tracing)
 """
 
 import csv

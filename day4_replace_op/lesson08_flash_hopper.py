@@ -65,7 +65,7 @@ at D = 128. No role waits for a barrier or for bytes here.
 
 In cycles of a block, for both consumers. The predictions were made with one instruction more per score:
 
-    file               drawn   predicted   why more
+    file               drawn   prediction  why more
     warp_specialized   2340    2900        one after the other it is 3800; about half of the softmax overlaps by chance
     overlap_softmax    2048    2400        a consumer's PV covers 512 cycles of its softmax, which takes 800; no barrier
                                            keeps the other consumer's matmuls in the remaining 300
@@ -81,7 +81,7 @@ Predicted at S = 4096, all keys, in TFLOP/s:
     lazy_rescaling.py         the row maximum off the critical path: 235 cycles less    750      550
     persistent_scheduler.py   persistent CTAs, a dynamic tile scheduler: the 3000       780      590
                               cycles of a tile's ends, 4% and 6%; causal 8%
-    causal_diagonal.py        causal: half of the diagonal block, 1.5%                   as before
+    causal_diagonal.py        causal: half of the diagonal block, 1.5%                   no change
 
     side branches
     three_consumers.py        of persistent_scheduler.py, D = 64: the third consumer      -      620

@@ -6,7 +6,7 @@ compiled. Predicted from lesson 16's count:
 
     a step of eager PyTorch      75 ms, of which 35 are matmuls
     one for one                  attention 10 -> 6, the loss 14 -> 4, norms 10 -> 8: 59 ms, 1.27 times the tokens
-    fused                        53 ms, 1.4 times (21)
+    fused                        53 ms, which is 1.4 times the tokens (lesson 21)
     torch.compile of PyTorch     fuses what we fuse but the attention kernel and the loss into its matmul: about 60 ms
 
 Memory peaks where the loss's backward begins. Eager PyTorch then holds weights and AdamW's state, 1.5 GB, and the

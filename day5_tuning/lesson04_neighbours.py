@@ -17,7 +17,7 @@ uses the GPU too, the GPU switches between the two every few milliseconds. It sa
 and restores it later. The third step counts what happens to data where the hardware expects a barrier, in three forms:
 
     made, idle      mbarrier.init, and nothing more         the fault
-    invalidated     mbarrier.init, then mbarrier.inval      what the PTX ISA requires
+    invalidated     mbarrier.init, and then .inval          what the PTX ISA requires
     not made        no barrier                              the cure, where its author can leave it out
 
 Triton's warp specialization for Hopper, as of 3.7, makes such barriers too. Triton invalidates barriers after their

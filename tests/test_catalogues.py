@@ -1,13 +1,14 @@
 """Translations: what is found in the sources, what catalogues have, and that a lesson read in other words stays one."""
 
 import ast
+import inspect
 import re
 
 from lessonkit import __main__
 from lessonkit.base import prose, words
 from lessonkit.base.cpp_text import tokens, without_comments
 from lessonkit.base.files import ROOT
-from lessonkit.commands import languages, show
+from lessonkit.commands import exercises, languages, show
 from lessonkit.pages import catalogues
 
 import pytest
@@ -381,6 +382,14 @@ def test_help_is_translated(catalogue):
     translate("kit", {english: "解释课程的用语。"})
     assert "解释课程的用语。" in run("words", "--help", "--lang", "zh")[1]
     assert "Explain the words" in run("words", "--help")[1]
+
+
+def test_the_help_of_every_command_is_in_the_catalogue():
+    known = {message.id for message in catalogues.load("kit", "zh")}
+    callbacks = [command.callback for app in (__main__.app, exercises.app) for command in app.registered_commands]
+    help_of = [text for callback in callbacks for text in catalogues.help_paragraphs(inspect.getdoc(callback) or "")]
+    assert len(callbacks) > 20
+    assert not set(help_of) - known
 
 
 def test_typers_own_words_are_translated():

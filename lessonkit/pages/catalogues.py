@@ -41,6 +41,7 @@ SKIPPED = ("emulator",)  # for those who write it, not for those who learn
 # Calls that take messages -> which of their arguments these are.
 MARKS = {said: (0,), later: (0,), translated: (0,), say: (0,), caption: (1,), picture: (0, 1)}
 PLACES = {mark.__name__: places for mark, places in MARKS.items()}
+PANELS = ("learn", "measure", "write")  # `@learn()` in lessonkit/__main__.py makes a function a command
 BEFORE = "before: "  # the English that a draft translates, in a comment: Babel reads no `#| msgid`
 Found = dict[str, str]  # message -> the file that has it first
 
@@ -116,6 +117,8 @@ def _either(node: ast.expr) -> list[ast.expr]:
 
 def _is_command(decorator: ast.expr) -> bool:
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    if isinstance(called, ast.Name):
+        return called.id in PANELS
     return isinstance(called, ast.Attribute) and called.attr in ("command", "callback")
 
 

@@ -169,7 +169,7 @@ def versions(language: str) -> str:
     table = markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
     said = {
         "en": ("- An empty cell was not tried.", "- torch {torch} with Triton {triton} was not tried: {why}."),
-        "zh": ("- 空格表示未试。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
+        "zh": ("- 空白表示没有试过。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
     }[language]
     lines = [said[0]] * (len(found) < len(pairs) * len(columns))
     totals = [{int(row["passed"]) + int(row["failed"]) for key, row in found.items() if key[2] == at} for at in columns]
