@@ -32,6 +32,13 @@ def arithmetic_kernel(x_ptr, y_ptr, N: tl.constexpr):  # [N] each
 
 
 @triton.jit
+def sum_kernel(x_ptr, columns_ptr, every_ptr, M: tl.constexpr, N: tl.constexpr):  # [M, N], [N], [1]
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(columns_ptr + tl.arange(0, N), tl.sum(x, 0))
+    tl.store(every_ptr, tl.sum(x))
+
+
+@triton.jit
 def narrow_kernel(x_ptr, y_ptr, N: tl.constexpr):  # [N] float32 -> bfloat16
     tl.store(y_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, N)).to(tl.bfloat16))
 
@@ -53,6 +60,14 @@ def test_bf16_arithmetic_is_right():
     y = torch.empty_like(x)
     arithmetic_kernel[(1,)](x, y, N=64)
     torch.testing.assert_close(y, torch.where(x > 0, x * 3 + x, -x), rtol=2**-8, atol=0)
+
+
+def test_a_bf16_sum_is_right():
+    x = torch.randint(-4, 5, (32, 8), device=DEVICE).bfloat16()
+    columns, every = torch.empty(8, device=DEVICE).bfloat16(), torch.empty(1, device=DEVICE).bfloat16()
+    sum_kernel[(1,)](x, columns, every, M=32, N=8)
+    torch.testing.assert_close(columns, x.sum(0), rtol=0, atol=0)  # exact: whole numbers up to 256
+    torch.testing.assert_close(every[0], x.sum(), rtol=2**-6, atol=2)
 
 
 def test_bf16_rounds_to_nearest_even():

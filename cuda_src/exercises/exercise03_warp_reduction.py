@@ -36,6 +36,10 @@ EXERCISE = Exercise(
         "for (distance = 16; distance > 0; distance /= 2) mine += __shfl_down_sync(ALL, mine, distance); lane 0 "
         "stores.",
     ),
+    predicted=(
+        "5 loads, 5 stores and 5 barriers. Before each step the sums are stored and a barrier waits for them. Each "
+        "step loads once. The lane's own sum stays in a register, and the last sum needs no store to shared memory."
+    ),
     wrong=(
         Wrong("half a warp: 16 lanes are never added", "int distance = 16;", "int distance = 8;"),
         Wrong("the last step is missing", "distance > 0", "distance > 1"),

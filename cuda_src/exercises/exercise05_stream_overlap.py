@@ -96,6 +96,11 @@ EXERCISE = Exercise(
         "left[slot], launch <<<course::ceil_div(count, 128), 128, 0, work>>>, record computed[slot]. out: wait for "
         "computed[slot], copy, record left[slot].",
     ),
+    predicted=(
+        "48 steps in one stream: 3 for each chunk. 18 in three streams: 16, and 2 in which the pipeline fills and "
+        "drains. 33 with a single slot: after the first copy in, each chunk takes 2 steps, its kernel, and then its "
+        "copy out beside the next chunk's copy in."
+    ),
     wrong=(
         Wrong(
             "all in one stream: three engines, and one at a time works",

@@ -82,6 +82,7 @@ def bfloat16():
 
 EXERCISE = Exercise(
     claims=(add, little, product, intensity, ring, bfloat16),
+    by_task=True,
     hints=(
         "Bytes / bandwidth, FLOPs / rate. What is read, what is written, how many bytes is an element?",
         "Little's law: concurrency = throughput times latency. A ring sends pieces of 1/8, in two rounds of 7 steps.",

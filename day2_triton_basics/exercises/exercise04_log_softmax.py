@@ -69,6 +69,10 @@ EXERCISE = Exercise(
         '`x = tl.load(..., mask=mask, other=-float("inf")).to(tl.float32)`, `x -= tl.max(x)`, '
         "and store `x - tl.log(tl.sum(tl.exp(x)))`.",
     ),
+    predicted=(
+        "All but one. Only in the case whose scores are 60 times as large does exp(x - max) become 0, and its logarithm "
+        "-inf."
+    ),
     wrong=(
         Wrong(
             "the logarithm of the softmax: what was rounded to 0 has none",

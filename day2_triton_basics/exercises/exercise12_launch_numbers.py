@@ -67,6 +67,7 @@ def registers():
 
 EXERCISE = Exercise(
     claims=(programs, three_kernels, fused, column, registers),
+    by_task=True,
     hints=(
         "Round up for programs. For traffic count only what is as large as the matrix.",
         "A warp has 32 threads. A sector of 32 bytes holds 16 bf16 of one row.",

@@ -78,6 +78,7 @@ def used():
 
 EXERCISE = Exercise(
     claims=(stage, stages, registers, intensity, waves, used),
+    by_task=True,
     hints=(
         "A block of A is BLOCK_M x BLOCK_K, of B BLOCK_K x BLOCK_N. The accumulator is BLOCK_M x BLOCK_N.",
         "A step does 2 * BLOCK_M * BLOCK_N * BLOCK_K FLOPs. A round has 132 tiles; round up.",

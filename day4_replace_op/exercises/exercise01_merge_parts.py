@@ -4,7 +4,7 @@ Flash decoding divides the keys of a cache among programs, and ring attention di
 each part computes o, the mean of v weighted by the softmax, and lse, the logarithm of the softmax's sum. The whole
 answer is the mean of these o with weights exp(lse), and its lse is the logarithm of the weights' sum. Parts are merged
 one after another, so the state is again a maximum, a sum and an accumulator. A part without a key has o = 0 and
-lse = -inf. It may be the first part, or every part may be so, and -inf - -inf is NaN.
+lse = -inf. The first part may have no key, or all parts may have none, and -inf - -inf is NaN.
 
 Predict: for one query of 8192 keys and D = 128, bytes of 16 parts in fp32 over bytes of K and V in bf16.
 

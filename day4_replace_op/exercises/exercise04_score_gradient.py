@@ -123,6 +123,11 @@ EXERCISE = Exercise(
     wrong=(
         Wrong("delta is left out: rows of dS do not sum to 0", "dp - delta[:, None]", "dp"),
         Wrong(
+            "the products of delta are rounded to 16 bits",
+            "tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)",
+            "tl.sum(o * do, axis=1)",
+        ),
+        Wrong(
             "delta of dO alone",
             "tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)",
             "tl.sum(do.to(tl.float32), axis=1)",

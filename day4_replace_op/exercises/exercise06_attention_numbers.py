@@ -116,6 +116,7 @@ def rows():
 
 EXERCISE = Exercise(
     claims=(sizes, flops, intensity, blocks, window, cache, decode, rows),
+    by_task=True,
     hints=(
         "The scores are H S^2 numbers, everything else H S D. Two products of S x D x S multiply-adds each.",
         "Intensity: 4 S^2 D FLOPs over 4 S D numbers. Causal: row m of tiles visits m + 1, the last one masked. A "

@@ -121,6 +121,7 @@ def autotune():
 
 EXERCISE = Exercise(
     claims=(programs_and_waves, last_wave, ridge, instructions, copies, moved, launches, autotune),
+    by_task=True,
     hints=(
         "Everything that is handed out is handed out whole: programs, waves, keys. The host and the GPU work at the "
         "same time, so the slower of them is what takes the time.",

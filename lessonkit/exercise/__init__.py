@@ -51,6 +51,7 @@ class Exercise:
     predicted  the answer to what the task lets the learner predict, with its reason; shown once the exercise is right
     wrong      at least three
     claims     functions that assert; the docstring's first line says what holds
+    by_task    claim n judges TODO(n), and its first line would give the answer away: a refusal shows the task instead
     op, reference, inputs, cases, dtypes, factor, grad, extension    as a Lesson has them
     reads      bytes the kernels may read on the last case, as a multiple of the bytes of the tensors put in
     writes     bytes they may write, as a multiple of the bytes of the tensors that come out
@@ -61,6 +62,7 @@ class Exercise:
     predicted: str = ""
     wrong: tuple[Wrong, ...]
     claims: tuple[Callable[[], None], ...] = ()
+    by_task: bool = False
     op: Rung | None = None
     reference: Rung | None = None
     inputs: Callable[..., tuple[Any, ...]] | None = None

@@ -106,9 +106,17 @@ def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
     if re.search(r"line \d+: .*\b\w+_ptr *\[|第 \d+ 行：.*\b\w+_ptr *\[", verdict.why):
         words = said("A pointer takes no brackets: {load} reads, {store} writes.")
         yield Line("help", words.format(load="tl.load(x_ptr + offsets)", store="tl.store(z_ptr + offsets, value)"))
+    if "incompatible dimensions" in verdict.why:
+        words = said(
+            "Dimensions are matched from the last one on: beside a block [M, N], {column} spreads a block [M]."
+        )
+        yield Line("help", words.format(column="row_sum[:, None]"))
     if verdict.caught_by in MEANS:
         yield Line("means", said(MEANS[verdict.caught_by]))
-    if todo := source.untouched(answer):
+    if verdict.passed_in:
+        words = said("In {dtype} this case passes: which value is rounded to a narrower dtype on its way?")
+        yield Line("help", words.format(dtype=verdict.passed_in))
+    if (todo := source.untouched(answer)) and not verdict.on.startswith(f"TODO({todo[0].number})"):
         more = said(" (and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
         if verdict.is_own:
             words = said("This comes from what you have written. TODO({number}) is still to be done{more}: {task}")

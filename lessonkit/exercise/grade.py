@@ -1,11 +1,14 @@
 """Grade an answer: everything the lessons' checker sees, said so that the learner knows what to do next."""
 
+import ast
+import inspect
 import math
 import multiprocessing
 import os
 import re
 import signal
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -43,6 +46,7 @@ class Verdict:
     caught_by: str = ""
     why: str = ""
     on: str = ""  # the case or claim
+    passed_in: str = ""  # the wider dtype in which this case passed, where only the values of a narrower one are wrong
     mistake: str = ""  # the known wrong answer that fails in just this way
     is_own: bool = False  # it fails by what the learner has written: what is still to be written would fail later
     score: str = ""  # reads and writes against the ideal
@@ -75,17 +79,20 @@ class _Marked(TorchDispatchMode):
 def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
     """Grade in this process. `seed` makes the inputs."""
     held: list[str] = []
+    passed_in = ""
     on = said("importing your file")
     try:
         with _in_words(""):
             module = build(source, answer)
         exercise: Exercise = module.EXERCISE
-        for claim in exercise.claims:
-            on = said((claim.__doc__ or claim.__name__).strip().splitlines()[0])
+        for number, claim in enumerate(exercise.claims):
+            on = holds = said((claim.__doc__ or claim.__name__).strip().splitlines()[0])
+            if exercise.by_task:
+                on = f"TODO({source.regions[number].number}): {said(source.regions[number].task)}"
             torch.manual_seed(seed)
             with _in_words(claim.__name__):
                 claim()
-            held.append(on)
+            held.append(holds)
         score = ""
         if exercise.op:
             lesson = exercise.lesson()
@@ -94,6 +101,7 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
                 # Once more with other inputs and other garbage: luck with the first is not enough.
                 for dtype, turn in ((first, 0), *((other, 0) for other in others), (first, 1)):
                     on = f"{said(case.why)} ({case}, {str(dtype).removeprefix('torch.')})"
+                    passed_in = "" if dtype == first else str(first).removeprefix("torch.")
                     with _in_words("error"):
                         _check(lesson, case, dtype, seed + turn, turn)
                 held.append(said(case.why))
@@ -107,7 +115,8 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
                 held.append(said("gradients"))
     except Rejected as rejected:
         why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
-        return Verdict(tuple(held), rejected.caught_by, _readable(why), on)
+        passed_in = passed_in if rejected.caught_by == "value" else ""
+        return Verdict(tuple(held), rejected.caught_by, _readable(why), on, passed_in=passed_in)
     return Verdict(tuple(held), score=score, predicted=exercise.predicted)
 
 
@@ -137,7 +146,8 @@ def _check(lesson: Lesson, case: Case, dtype: torch.dtype, seed: int, poison: in
     except Rejected as rejected:
         if rejected.caught_by == "nan":
             _say_if_unwritten(op, question.args, result)
-        raise
+        why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
+        raise Rejected(rejected.caught_by, _named(why, _returned(op))) from None
 
 
 def _say_if_unwritten(op: Any, args: tuple[Any, ...], nans: Any) -> None:
@@ -156,7 +166,40 @@ def _check_grad(lesson: Lesson, case: Case, seed: int) -> None:
     try:
         check.check_grad(lesson, case.shape, lesson.dtypes[0], seed=seed)
     except Rejected as rejected:
-        raise Rejected("gradient", str(rejected)) from None
+        why = _with_names(str(rejected).removeprefix("value: "), lesson, case)
+        raise Rejected("gradient", why) from None
+
+
+def _with_names(why: str, lesson: Lesson, case: Case) -> str:
+    """Call the results of check_grad, which are the op's results and then its inputs' gradients, by their names."""
+    if not re.match(r"result \d+: ", why):
+        return why
+    assert lesson.grad is not None
+    args = (lesson.grad.inputs or lesson.inputs)(dtype=lesson.dtypes[0], **case.shape)
+    outs = check.tensors((lesson.grad.reference or lesson.reference)(*args))
+    called = _returned(lesson.grad.op) or [said("the forward's result")] * len(outs)
+    for name, arg in zip(inspect.signature(lesson.grad.op).parameters, args, strict=False):
+        if isinstance(arg, torch.Tensor) and arg.is_floating_point():
+            called.append(said("the gradient of {name}").format(name=name))
+    return _named(why, called)
+
+
+def _named(why: str, names: Sequence[str]) -> str:
+    """A message about `result 1` with the name of that result."""
+    numbered = re.match(r"result (\d+): ", why)
+    if not numbered or int(numbered[1]) >= len(names):
+        return why
+    return f"{names[int(numbered[1])]}: {why[numbered.end() :]}"
+
+
+def _returned(op: Any) -> list[str]:
+    """What a function's last line returns, if these are variables: ["o", "lse"] of `return o, lse`."""
+    try:
+        last = ast.parse(textwrap.dedent(inspect.getsource(op))).body[0].body[-1]  # type: ignore[attr-defined]
+    except (OSError, TypeError, SyntaxError, AttributeError):
+        return []
+    values = last.value.elts if isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple) else []
+    return [each.id for each in values if isinstance(each, ast.Name)]
 
 
 def _score(exercise: Exercise, lesson: Lesson, seed: int) -> str:
@@ -413,6 +456,8 @@ def recognised(source: Source, verdict: Verdict, seed: int, within: float = math
     for wrong in source.exercise.wrong:
         if time.monotonic() > end:
             return ""
+        if wrong.caught_by != verdict.caught_by:
+            continue
         found = grade(source, source.wrong(wrong), seed=seed)
         if (found.caught_by, found.on) != (verdict.caught_by, verdict.on):
             continue

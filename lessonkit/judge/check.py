@@ -252,11 +252,11 @@ def _compare_values(
             wrong = wrong & ((error > limit) | strange)
     if bool(wrong.any()):
         first = _first(wrong)
-        raise Rejected(
-            "value",
-            f"{which}{int(wrong.sum())} of {wrong.numel()} wrong{_within(wrong)}, the first at {first}: "
-            f"expected {exact[first].item():.9g}, got {got[first].item():.9g}, more off than {limit[first].item():.3g}",
-        )
+        values = f"expected {exact[first].item():.9g}, got {got[first].item():.9g}"
+        if bool(exact[first].isfinite() & got[first].isfinite()):  # an infinity or a NaN is off by no number
+            values += f", more off than {limit[first].item():.3g}"
+        numbers = f"{int(wrong.sum())} of {wrong.numel()} wrong{_within(wrong)}, the first at {first}"
+        raise Rejected("value", f"{which}{numbers}: {values}")
 
 
 def _part(floor: Floor, start: int, stop: int) -> Floor:

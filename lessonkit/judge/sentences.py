@@ -15,6 +15,7 @@ SENTENCES = (
         "expected {expected}, got {got}, more off than {limit}"
     ),
     later("{wrong} of {all} wrong, the first at {first}: expected {expected}, got {got}, more off than {limit}"),
+    later("{wrong} of {all} wrong, all in {box}, the first at {first}: expected {expected}, got {got}"),
     later("{wrong} of {all} wrong, the first at {first}: expected {expected}, got {got}"),
     later("the first wrong one is at {first}: expected {expected}, got {got}"),
     later("NaN at {first}: computed from a NaN, or never written"),

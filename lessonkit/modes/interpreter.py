@@ -281,9 +281,10 @@ def _narrow(values: Any) -> Any:
 def mend_bfloat16() -> None:
     """Make bfloat16 arithmetic right under the interpreter.
 
-    NumPy has no bfloat16, so the interpreter holds its 16 bits as integers. Then x + y, exp(x) or tl.dot(a, b) compute
-    with those integers: dot errors of 1e10, seen in Triton 3.7.1 and 3.9.0. A conversion from float32 truncates. Here
-    operands are widened to float32 first, which is exact, and a result is rounded once.
+    NumPy has no bfloat16, so the interpreter holds its 16 bits as integers. Then x + y, exp(x), tl.sum(x) or
+    tl.dot(a, b) compute with those integers: dot errors of 1e10, seen in Triton 3.7.1 and 3.9.0. A conversion from
+    float32 truncates. Here operands are widened to float32 first, which is exact, and a result is rounded once. tl.sum
+    rounds after each of its additions, as compiled code does.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -316,6 +317,18 @@ def mend_bfloat16() -> None:
     def constant(self: Any, value: float) -> Any:
         return handle(_narrow(np.array([value])), tl.bfloat16)
 
+    def total(self: Any, x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return native_sum(self, x)
+        bits = x.handle.data
+        parts = np.moveaxis(bits, self.axis, 0) if self.axis is not None else bits.reshape(-1)
+        while len(parts) > 1:  # a power of 2
+            first, second = np.split(parts, 2)
+            parts = _narrow(_widen(first) + _widen(second))
+        kept = np.expand_dims(parts[0], self.axis if self.axis is not None else tuple(range(bits.ndim)))
+        return self.to_tensor(kept if self.keep_dims else parts[0], x.dtype)
+
+    native_sum, interpreter.ReduceOps.sum = interpreter.ReduceOps.sum, total
     builder.get_bf16 = constant  # a scalar beside a bf16 tensor: the interpreter has none
     for name in ("binary_op", "unary_op", "create_fma", "create_clampf", "create_dot"):
         setattr(builder, name, arithmetic(getattr(builder, name)))
