@@ -379,6 +379,11 @@ def test_search_finds(tab, whole, language, words):
 # ---- An exercise ----
 
 
+def before(tab, selector):
+    """What the style puts before an element: the book's styles are trimmed, and a script makes these elements."""
+    return tab.evaluate("selector => getComputedStyle(document.querySelector(selector), '::before').content", selector)
+
+
 @pytest.mark.night
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path, monkeypatch, language):
@@ -396,6 +401,7 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
 
         check.click()
         tab.wait_for_selector(".exercise-refused")
+        assert [before(tab, f".exercise-{kind}") for kind in ("held", "refused")] == ['"✓ "', '"✗ "']
         assert "TODO(1)" in tab.inner_text(".exercise-help")
         hint.click()
         tab.wait_for_selector(".exercise-hints li")
@@ -408,6 +414,7 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         keep = tab.locator(".exercise-said button").nth(1)
         keep.click()
         tab.wait_for_selector(".exercise-right")
+        assert translated(mul.exercise.predicted, language) in tab.inner_text(".exercise-said")
         assert mine.read_text() == mul.solution
         record = progress.of(mul)
         assert (record.checks, record.hints, record.passed) == (2, 1, progress.today())
@@ -479,6 +486,7 @@ def test_an_exercise_is_failed_hinted_and_passed_without_a_server(tab, host, lan
     tab.fill("#exercise-text", mul.solution)
     check.click()  # in a new worker, which knows what was kept
     tab.wait_for_selector(".exercise-right")
+    assert translated(mul.exercise.predicted, language) in tab.inner_text(".exercise-said")
     assert tab.locator(".exercise-hints li").count() == 1
     tab.goto(f"{host}{language}/day2_triton_basics/exercises/index.html")
     tab.wait_for_selector(".exercise-passed")
@@ -535,6 +543,7 @@ def test_a_quiz_is_taken_in_the_page_by_the_keyboard_and_kept(tab, book, tmp_pat
                 check.press("Enter")
             assert question.locator(".quiz-right" if nth else ".quiz-wrong").is_visible()
             assert question.locator(".quiz-answer").get_attribute("open") is not None
+        assert [before(tab, f".quiz-{kind}") for kind in ("right", "wrong")] == ['"✓ "', '"✗ "']
         assert tab.locator(".quiz-why").inner_text() == why
         tab.wait_for_selector(".quiz-result:has-text('progress.json')")
         (sitting,) = progress.sittings()

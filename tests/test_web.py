@@ -18,6 +18,7 @@ from lessonkit.base import chips
 from lessonkit.base import words as catalogues_of
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import ROOT, environment
+from lessonkit.base.markdown import markdown
 from lessonkit.base.words import listed, retold, speaking
 from lessonkit.commands import web
 from lessonkit.exercise import progress, quiz, source
@@ -155,6 +156,21 @@ def test_chinese_in_a_drawing_takes_two_columns():
     )
     assert '<span class="wide" style="width:4ch">单元</span>  a' in sphinx_extension.widened(drawing)
     assert sphinx_extension.widened("<p>单元</p>") == "<p>单元</p>"
+
+
+def test_a_short_cell_in_chinese_is_one_line_and_a_longer_head_is_not_narrow(tmp_path):
+    """A line could end after each of their characters."""
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+    (tmp_path / "source").mkdir()
+    table = ("受限于", "距极限的余地"), ("显存", "距极限还有多远，这里说得更长"), ("torch", "2.26x")
+    (tmp_path / "source" / "index.md").write_text(f"# 表\n\n{markdown(table[0], table[1:])}")
+    site._sphinx(("zh", str(tmp_path / "source"), str(tmp_path / "book" / "zh")))
+    page = (tmp_path / "book" / "zh" / "index.html").read_text()
+    cells = re.findall(r'<t[hd](?: class="([^"]*)")?><p>(.*?)</p>', page)
+    kinds = {text: set(classes.split()) & {"short", "long-head"} for classes, text in cells}
+    assert {text: kind for text, kind in kinds.items() if kind} == {
+        "受限于": {"short"}, "距极限的余地": {"long-head"}, "显存": {"short"}}  # fmt: skip
+    assert len(kinds) == 6
 
 
 def test_a_fence_is_longer_than_those_in_it_and_new_lines_are_lit():
@@ -850,20 +866,21 @@ def test_pages_have_python_for_day_2_alone():
 def test_a_style_loses_what_no_page_uses_and_nothing_else(tmp_path):
     (tmp_path / "_static").mkdir()
     (tmp_path / "page.html").write_text(
-        '<p class="a b"></p><li class=c><script>n.className = "made"; n.fill = `var(--of-${n})`</script>'
+        '<p class="a b"></p><li class=c><script>n.className = "made"; n.fill = `var(--of-${n})`; '
+        "m.className = `b some-${n}`</script>"
     )
     style_file = tmp_path / "_static" / "some.css"
     style_file.write_text(
         ':root{--used:1;--asked:url("data:x;utf8,{}");--of-0:red;--lost:url("data:x;y")}'
         ".a,.gone{color:var(--used)}.a:not(.gone) .b{left:0}.gone{top:0}@media print{.gone{top:0}}"
-        "@media (min-width:1px){.c{background:var(--asked)}.gone{top:0}}.made{top:1px}/* {; */p{margin:0}"
-        "@font-face{a:b}"
+        "@media (min-width:1px){.c{background:var(--asked)}.gone{top:0}}.made{top:1px}.some-kind{top:2px}"
+        "/* {; */p{margin:0}@font-face{a:b}"
     )
     style.trim(tmp_path)
     assert style_file.read_text() == (
         ':root{--used:1;--asked:url("data:x;utf8,{}");--of-0:red;}'
         ".a{color:var(--used)}.a:not(.gone) .b{left:0}"
-        "@media (min-width:1px){.c{background:var(--asked)}}.made{top:1px}p{margin:0}@font-face{a:b}"
+        "@media (min-width:1px){.c{background:var(--asked)}}.made{top:1px}.some-kind{top:2px}p{margin:0}@font-face{a:b}"
     )
 
 

@@ -44,7 +44,7 @@ def page(folder: Path, lessons: Mapping[str, Lesson]) -> str:
     found = cells(folder, lessons)
     states = {(cell.name, cell.direction, cell.tool): cell.state for cell in found}
     body = [
-        [f"{name} {direction}".strip(), *(states.get((name, direction, tool), "") for tool in coverage.COLUMNS)]
+        [_label(name, direction), *(states.get((name, direction, tool), "") for tool in coverage.COLUMNS)]
         for name, direction in dict.fromkeys((cell.name, cell.direction) for cell in found)
     ]
     return "\n".join([
@@ -56,6 +56,12 @@ def page(folder: Path, lessons: Mapping[str, Lesson]) -> str:
         f"{said(EMPTY)}\n",
         markdown([said("lesson or operator"), *map(_head, coverage.COLUMNS)], body),
     ])  # fmt: skip
+
+
+def _label(name: str, direction: str) -> str:
+    """Of a row: a day's lesson without its day, so that a phone shows a column beside it."""
+    folder, _, stem = name.partition(".")
+    return f"{stem if folder.startswith('day') else name} {direction}".strip()
 
 
 def cells(folder: Path, lessons: Mapping[str, Lesson]) -> list[Cell]:

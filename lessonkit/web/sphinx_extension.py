@@ -12,6 +12,7 @@ from lessonkit.web.search import HAN, Chinese, English
 from docutils import nodes
 from sphinx.application import Sphinx
 
+SHORT = 5  # characters of a cell that stays on one line
 _WORDS = re.compile(r"\b[A-Za-z][a-z'-]+\b")
 _DRAWING = re.compile(r'(?<=<div class="highlight-text notranslate">)(.*?<pre>)(.*?)(?=</pre>)', re.DOTALL)
 _WIDE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60]+")
@@ -24,6 +25,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
         app.add_search_language(language)
     app.connect("doctree-read", _mark_english)
     app.connect("doctree-read", _unwrap)
+    app.connect("doctree-read", _keep_together)
     app.connect("html-page-context", _widen)
     app.connect("html-page-context", _languages)
     app.connect("html-page-context", _scripts)
@@ -50,6 +52,19 @@ def _unwrap(app: Sphinx, doctree: nodes.document) -> None:
             said = unwrapped(f"{before}{text.astext()}{after}").removeprefix(before).removesuffix(after)
             text.parent.replace(text, nodes.Text(said))
             before = said[-1:] or before
+
+
+def _keep_together(app: Sphinx, doctree: nodes.document) -> None:
+    """A line may end after any Chinese character: a narrow column would have one of them a line.
+
+    A short cell is one line (class `short`), and a longer head is no narrower than a few characters (`long-head`).
+    """
+    for entry in doctree.findall(nodes.entry):
+        text = entry.astext()
+        if HAN.search(text) and len(text) <= SHORT:
+            entry["classes"].append("short")
+        elif HAN.search(text) and isinstance(entry.parent.parent, nodes.thead):
+            entry["classes"].append("long-head")
 
 
 def _widen(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

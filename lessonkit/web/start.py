@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lessonkit import pictures
 from lessonkit.base.files import ROOT
 from lessonkit.base.prose import unwrapped
-from lessonkit.base.words import listed, said, speaking
+from lessonkit.base.words import listed, said, sentences, speaking
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import rows
 from lessonkit.measure.stale import device_folders
@@ -25,6 +25,7 @@ LADDERS = (
         "day4_replace_op.lesson08_flash_hopper",
     ),
 )
+_END = {"en": ".", "zh": "。"}  # of a sentence
 
 
 def text(language: str) -> str:
@@ -64,8 +65,8 @@ def _readme(language: str) -> tuple[str, str]:
     """The first sentence of the README, and what it says of a machine without a GPU."""
     path = ROOT / GUIDES[language]
     _, what, without, *_ = places.without_language(path.read_text()).split("\n\n")
-    end = "。" if language == "zh" else ". "
-    return unwrapped(what).partition(end)[0] + end.strip(), unwrapped(without)
+    end = _END[language]
+    return unwrapped(what).partition(end if language == "zh" else f"{end} ")[0] + end, unwrapped(without)
 
 
 def _routes(routes: list[Route], language: str) -> str:
@@ -88,7 +89,9 @@ def _figure(lesson: str, language: str) -> str:
     picture = next(p for p in pictures.of(lesson) if p.figure)
     words = said("From {lesson}").format(lesson=f"[{lesson.partition('.')[2]}]({places.lesson_page(lesson)}.md)")
     figure = f'<figure class="picture">{picture.moving(language)}</figure>'
-    return f"**{myst.escaped(picture.title(language))}.** {words}.\n\n``````{{raw}} html\n{figure}\n``````"
+    end = _END[language]
+    line = sentences(f"**{myst.escaped(picture.title(language))}**{end}", f"{words}{end}")
+    return f"{line}\n\n``````{{raw}} html\n{figure}\n``````"
 
 
 def _days(language: str) -> str:
@@ -102,7 +105,7 @@ def _days(language: str) -> str:
 
 def _race(language: str) -> str:
     """Bars of how far each rung of a ladder is when the fastest has finished; static/start.js starts them anew."""
-    ladders = [_ladder(contest) for names in LADDERS if (contest := of_lessons(names))]
+    ladders = [_ladder(contest, language) for names in LADDERS if (contest := of_lessons(names))]
     if not ladders:
         return ""
     words = exercise_pages.attribute({"again": said("Again"), "ladder": said("ladder")})
@@ -122,7 +125,7 @@ def of_lessons(names: Sequence[str]) -> results.Contest | None:
     return results.Contest(results.operator(names[0]), *size, tuple(found)) if size else None
 
 
-def _ladder(contest: results.Contest) -> str:
+def _ladder(contest: results.Contest, language: str) -> str:
     ladder, peer = contest.rungs, contest.peer
     bars = [*ladder, *([peer] if peer else [])]
     fastest = min(row.ms_p50 for row in bars)
@@ -136,12 +139,13 @@ def _ladder(contest: results.Contest) -> str:
         for row in bars
     ]
     card = results.card(contest.best)
-    where = f"{card.name if card else contest.best.gpu}, {contest.best.shape}, {contest.best.dtype}. "
-    where += said("Grey: the fastest library.") if peer else ""
+    where = f"{card.name if card else contest.best.gpu}, {contest.best.shape}, {contest.best.dtype}{_END[language]}"
+    grey = said("Grey: the fastest library.") if peer else ""
     named = ((places.lesson_page(name), name.partition(".")[2]) for name, _, _ in contest.lessons)
     links = (f'<a href="{page}.html">{lesson}</a>' for page, lesson in named)
+    said_below = sentences(html.escape(where), html.escape(grey), said("From {lesson}").format(lesson=listed(links)))
     return (
         f'<div class="race-ladder" data-title="{html.escape(said(contest.name))}"><p><strong>'
         f"{html.escape(title)}</strong></p>\n<ol>\n{chr(10).join(shown)}\n</ol>\n"
-        f"<p>{html.escape(where)} {said('From {lesson}').format(lesson=listed(links))}</p></div>"
+        f"<p>{said_below}</p></div>"
     )

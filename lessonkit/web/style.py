@@ -10,6 +10,7 @@ from pygments.token import STANDARD_TYPES
 
 _CODE = re.compile(r'<div class="highlight">.*?</pre>', re.DOTALL)
 _WORD = re.compile(r"[\w-]+")
+_BEGUN = re.compile(r"(?<![\w-])([A-Za-z][\w-]*-)\$\{")  # `exercise-${kind}`, in a script: any class that begins so
 _TOKEN = re.compile(r"/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[;{}]", re.DOTALL)
 _CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
 _DEFINED = re.compile(r"(--[\w-]+)\s*:((?:\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[^;{}\"'])*)(?:;|(?=\})|$)")
@@ -34,8 +35,11 @@ def trim(book: Path) -> None:
         for names in re.findall(r'class=(?:"([^"]*)"|([\w-]+))', page):
             classes.update(" ".join(names).split())
         scripts.update(re.findall(r"<script(?![^>]*json)[^>]*>(.*?)</script>", page, re.DOTALL))
+    begun = set[str]()
     for script in scripts:
         classes.update(_WORD.findall(script))
+        begun.update(_BEGUN.findall(script))
+    classes.update(name for text in styles.values() for name in _CLASS.findall(text) if name.startswith(tuple(begun)))
     trimmed = {path: without_classes(text, classes) for path, text in styles.items()}
     asked = _variables("\n".join(trimmed.values()), {style for page in pages for style in _inline(page)}, scripts)
     for path, text in trimmed.items():

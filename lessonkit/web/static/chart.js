@@ -172,7 +172,7 @@
         const mine = rows.filter((r) => r.rung === name).sort((a, b) => a.bytes - b.bytes);
         if (!mine.length) return;
         const points = mine.map((r) => `${x.at(r.bytes / 1e6)},${y.at(value(r))}`).join(" ");
-        make("polyline", { points, class: `line ${mine[0].kind}`, stroke: colour(nth) }, svg);
+        make("polyline", { points, class: `line line-${mine[0].kind}`, stroke: colour(nth) }, svg);
       });
       names.forEach((name, nth) => rows.filter((r) => r.rung === name).forEach((row) => {
         for (const p of predicted(row))
@@ -218,7 +218,7 @@
     const x = scale([left, right], true, LEFT, W - RIGHT - NAME);
     const y = scale([...points.flatMap((p) => [p.y, p.first]), top], true, H - BOTTOM, TOP);
     frame(svg, x, y, words.intensity, "TFLOP/s");
-    const line = (...ends) => make("polyline", { points: ends.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(" "), class: "line limit", stroke: "currentColor" }, svg);
+    const line = (...ends) => make("polyline", { points: ends.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(" "), class: "line line-limit", stroke: "currentColor" }, svg);
     line([left, left * data.copy], [top / data.copy, top]);
     for (const [name, rate] of roofs) {
       line([rate / data.copy, rate], [right, rate]);
