@@ -70,8 +70,8 @@ EXERCISE = Exercise(
         "and store `x - tl.log(tl.sum(tl.exp(x)))`.",
     ),
     predicted=(
-        "All but one. Only in the case whose scores are 60 times as large does exp(x - max) become 0, and its logarithm "
-        "-inf."
+        "All but one. Only in the case whose scores are 60 times as large does exp(x - max) become 0, and its "
+        "logarithm -inf."
     ),
     wrong=(
         Wrong(
