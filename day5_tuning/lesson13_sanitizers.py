@@ -26,6 +26,7 @@ import sys
 from lessonkit import DEVICE, About, Steps, Table, cuda
 from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.base.errors import Fault, OutOfBounds
+from lessonkit.cuda import toolchain
 from lessonkit.judge.check import poisoned_empty
 from lessonkit.measure import sanitize
 from lessonkit.modes.interpreter import watched
@@ -174,7 +175,7 @@ def under_the_tools():
             continue
         call = "_scale()" if name == "_scale" else "_sum(torch.empty)"
         code = f"from day5_tuning.lesson13_sanitizers import _scale, _sum; import torch; {call}"
-        around = [sanitize.ncu.find("compute-sanitizer"), "--tool", tool, *sanitize.TOOLS[tool]]
+        around = [toolchain.find_tool("compute-sanitizer"), "--tool", tool, *sanitize.TOOLS[tool]]
         done = subprocess.run([*around, sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
         for report, count in sanitize.parsed(tool, done.stdout + done.stderr).items():
             print(f"  {tool}: {report.kernel}: {report.what}, {count} times")

@@ -128,7 +128,7 @@ def test_pages_show_the_share_of_a_stream_once_there_is_a_table(folder, monkeypa
     monkeypatch.setattr(*((yardstick, "streams") if module is operator_pages else (module, "streams")), lambda _: None)
     assert "of a stream" not in page()
     monkeypatch.setattr(*((yardstick, "streams") if module is operator_pages else (module, "streams")), lambda _: table)
-    column = "| of a stream |" if module is operator_pages else "The limit is a stream of as many bytes"
+    column = "| of a stream |" if module is operator_pages else "The limit is a stream of the least bytes"
     assert column in (shown := page())
     assert "more than 100% of a stream" in shown.lower(), "the made-up memory is slower than that of an H200"
 
