@@ -29,9 +29,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from lessonkit import About, Steps, Table, Unsupported, device, plots, rows
-from lessonkit.base import process
 from lessonkit.base.tables import digits
-from lessonkit.cuda import toolchain
+from lessonkit.measure import ncu
 from lessonkit.measure.profiled_operators import ACTIVITIES, limit, limits, operators
 
 import torch
@@ -178,13 +177,13 @@ def verdict(memory, arithmetic):
 
 def counters():
     """Nsight Compute's verdict on each kernel of a step of one layer of GPT-2 small: memory, compute, or neither."""
-    if not GPU or not toolchain.find_tool("ncu"):
+    if not GPU or not ncu.find("ncu"):
         raise Unsupported("counters need a GPU and Nsight Compute (ncu, with the CUDA toolkit); committed: reports/")
     table = []
     for name in COMPARED:
-        command = [toolchain.find_tool("ncu"), "--csv", "--print-units", "base", "--clock-control", "none"]
+        command = [ncu.find("ncu"), "--csv", "--print-units", "base", "--clock-control", "none"]
         command += ["--cache-control", "none", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
-        code, out, err = process.output([*command, sys.executable, "-m", __name__, name], 240)
+        code, out, err = ncu.output([*command, sys.executable, "-m", __name__, name], 240)
         found = read_ncu(out)
         if code or not found:
             raise Unsupported(f"ncu says {(out + err)[-300:]!r}: reading counters is often an administrator's right")

@@ -30,7 +30,7 @@ from pathlib import Path
 from lessonkit import DEVICE, About, Steps, Table, specimen
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import environment
-from lessonkit.cuda import toolchain
+from lessonkit.measure import ncu
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -136,7 +136,7 @@ def nsight_compute():
 
     --clock-control none keeps the clocks as they are; by default ncu lowers them, and times are longer than yours.
     """
-    binary = toolchain.find_tool("ncu")
+    binary = ncu.find("ncu")
     if not (HAS_GPU and binary):
         print("  needs a GPU and ncu; the command is at the top of this file")
         return None
@@ -155,7 +155,7 @@ def nsight_compute():
 
 def nsight_systems():
     """Nsight Systems: one timeline of host and GPU; it alone shows gaps between kernels, which are the host's time."""
-    nsys = toolchain.find_tool("nsys")
+    nsys = ncu.find("nsys")
     if not (HAS_GPU and nsys):
         print("  needs a GPU and nsys; the command is at the top of this file")
         return None
@@ -190,7 +190,7 @@ def what_they_need():
     table = []
     for tool, binary in binaries.items():
         assert binary in by_hand
-        here = bool(toolchain.find_tool(binary)) if binary in ("nsys", "ncu") else True
+        here = bool(ncu.find(binary)) if binary in ("nsys", "ncu") else True
         table.append({"tool": tool, "command": binary or "-", "here": "yes" if here else "no"})
     return Table("tools", table, "Nsight comes with the CUDA toolkit, Proton with Triton (viewer: llnl-hatchet).")
 

@@ -60,7 +60,7 @@ EXERCISE = Exercise(
         case("values so small that eps counts", M=2, N=64, scale=1e-4),
         case("whole rows, on which bytes are counted", M=32, N=64),
     ),
-    dtypes=(torch.float32, torch.float16),  # bf16 holds squares of 300
+    dtypes=(torch.float32, torch.float16),
     reads=(32 + 32) / (32 + 1),
     hints=(
         "What do N = 1024, contiguous and float32 each hide? A mask, a stride, a conversion.",
