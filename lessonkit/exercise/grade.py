@@ -435,8 +435,10 @@ def is_own(source: Source, answer: str, verdict: Verdict, seed: int) -> bool:
     if source.is_stub(answer):
         return False
     todo = source.untouched(answer)
-    if len(todo) == len(source.regions) or not todo:
-        return not todo
+    if not todo:
+        return True
+    if len(todo) == len(source.regions):
+        return False
     later = grade(source, source.right_elsewhere(todo), seed=seed)
     return (later.caught_by, later.on, _without_lines(later.why)) != (
         verdict.caught_by,

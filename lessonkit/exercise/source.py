@@ -81,15 +81,12 @@ class Source:
 
     @cached_property
     def solution(self) -> str:
-        return "".join(line for line in self.with_marks.splitlines(True) if not re.match(r"\s*(#|//) stub:", line))
+        return self.right_elsewhere(())
 
     @cached_property
     def stub(self) -> str:
         """What the learner starts from."""
-        lines = self.with_marks.splitlines(True)
-        for region in reversed(self.regions):
-            lines[region.start : region.stop] = region.stub
-        text = "".join(lines)
+        text = self.right_elsewhere(self.regions)
         for wrong in self.exercise.wrong if not self.regions else ():
             if wrong.planted:
                 text = _replaced(self, text, wrong)
