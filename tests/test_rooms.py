@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -177,7 +178,8 @@ def test_what_a_module_compiles_when_it_is_imported_is_counted(text, name, tmp_p
 
 # ---- Lessons: importing one loads no file of another ----
 
-PROGRAMS = tuple(sorted(ROOT.glob("cuda_src/[0-9]*.cu")))
+PROGRAMS = tuple(sorted([*ROOT.glob("cuda_src/[0-9]*.cu"), *ROOT.glob("day*_*/lesson*.cu")]))
+FOR_BOTH = {"kittens_driver.cuh"}  # finds the driver for ThunderKittens' header, and teaches nothing
 SCRIPTS = tuple(module_name(path) for path in sorted(ROOT.glob("day*_*/*.py")))  # lessons, and what is a notebook too
 
 
@@ -218,14 +220,16 @@ def loads(lesson: str) -> set[str]:
     return {module for module in in_rooms if not module.startswith(f"{own}.")}
 
 
-def shares(program: Path) -> set[str]:
-    """What a program includes from cuda_src/ that another program includes too; cuda_src/include/ is for both."""
+def shares(program: Path, others: Iterable[Path] = PROGRAMS) -> set[str]:
+    """What a program includes from lessons' folders that others include too; cuda_src/include/ is for all."""
 
-    def own(path: Path) -> set[str]:
-        files = set(cpp_text.local_files(path, ROOT / "cuda_src/include")) - {path}
-        return {file.name for file in files if file.parent == ROOT / "cuda_src"}
+    def own(path: Path) -> set[Path]:
+        shared = ROOT / "cuda_src/include"
+        files = set(cpp_text.local_files(path, shared)) - {path}
+        return {file for file in files if file.parent != shared and file.name not in FOR_BOTH}
 
-    return own(program) & {name for other in PROGRAMS if other != program for name in own(other)}
+    theirs = {file for other in others if other != program for file in {other, *own(other)}}
+    return {file.name for file in own(program) & theirs}
 
 
 def broken() -> dict[str, set[str]]:
@@ -250,6 +254,20 @@ def test_a_rung_of_another_lesson_is_seen(monkeypatch, tmp_path, line):
     real = file_of
     monkeypatch.setitem(globals(), "file_of", lambda m: tmp_path / "gelu.py" if m.endswith("_gelu") else real(m))
     assert "day4_replace_op.flash_hopper.ping_pong" in loads("day2_triton_basics.lesson03_gelu")
+
+
+@pytest.mark.parametrize("folder", ["cuda_src", "day3_matmul_tk"])
+@pytest.mark.parametrize("include", ["other.cuh", "other.cu"])
+def test_a_header_of_another_program_is_seen(folder, include, tmp_path):
+    place = tmp_path / folder
+    place.mkdir()
+    program, other = place / "lesson01_one.cu", place / "other.cu"
+    (place / "other.cuh").write_text("")
+    program.write_text(f'#include "{include}"\n#include "course.cuh"\n')
+    other.write_text('#include "other.cuh"\n')
+    assert include in shares(program, [program, other])
+    program.write_text('#include "course.cuh"\n')
+    assert not shares(program, [program, other])
 
 
 def test_a_lesson_loads_no_other_lesson():
