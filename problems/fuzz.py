@@ -555,13 +555,20 @@ def attention_reference(q, k, v, causal, window, scale, softcap=None, kept=None)
     return _Kept.apply(o, lse.to(o.dtype).masked_fill(lse == -math.inf, 0), kept)
 
 
+def heads_of_a_group(q, k, **_):
+    """q [B or tokens, H, ..], k [.., H_kv, ..]: dK and dV of a head are sums over the queries of so many heads."""
+    return q.shape[1] // k.shape[1] if k.shape[1] else 1
+
+
 # The backward computes P from lse, which is rounded to fp32: another error as large as that of a score. In 16 bits the
 # forward needs the factor too: a kernel rounds P = exp(s - m) where scores are nearly equal and PyTorch's P all round
 # to 1 / n. If the rows of v cancel, PyTorch is right by luck, and a kernel's arithmetic is off by 1.4 times a budget of
 # factor 1, once in 6000 cases. The price: a scale that is 2% off passes in bf16, and 4% is refused.
 # A row of dS adds up to 0: where keys are alike, dq is what the rounding of dS leaves. Where queries are alike too, all
 # rows are, and PyTorch may be right in each by the same luck.
-attention = Question(_attention, attention_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True)
+attention = Question(
+    _attention, attention_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True, continued=heads_of_a_group
+)
 
 
 def _attention_paged(draw):
@@ -646,5 +653,6 @@ def attention_varlen_reference(
 
 
 attention_varlen = Question(
-    _attention_varlen, attention_varlen_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True
+    _attention_varlen, attention_varlen_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True,
+    continued=heads_of_a_group,
 )  # fmt: skip

@@ -147,6 +147,23 @@ def test_the_gradient_of_attention_follows_from_its_own_result():
     refused(truth, with_fault((o, dq, dk), 1, (0, 2, 7, 0), 0.005))
 
 
+def test_the_heads_of_a_group_add_up_their_gradient_one_after_the_other():
+    """All keys are 0, so all of P is 1 / 109: dV of a key is a sum of 12288 equal terms, of three heads."""
+    cases = [f.case for f in fuzz_runs.found() if f.case["operator"] == "attention"]
+    case = next(c for c in cases if c["tensors"]["q"]["shape"] == [1, 3, 4096, 16])
+    k, v = (case["tensors"][name] | {"shape": [1, 1, 109, 16], "values": "zeros"} for name in "kv")
+    call, given = of_case(case | {"tensors": {**case["tensors"], "k": k, "v": v}})
+    o, dk, dv = call.truth(given).usual
+    truth = call.truth(given, (o,))
+    off = one_by_one(torch.full((1, 12288), 1 / 109), torch.ones(12288, 1)).item()
+    assert 1 - off / (12288 / 109) == pytest.approx(1.76e-4, rel=0.01)
+    truth = replace(truth, usual=(o, dk, truth.exact[2].float()))  # as a sum in a tree would be
+    dv = torch.full_like(dv, off)
+    check.compare(truth, (o, dk, dv))
+    refused(replace(truth, continued=1), (o, dk, dv))  # more than the sum of one head may be off
+    refused(truth, (o, dk, 1.001 * dv))
+
+
 def test_a_gradient_where_pytorch_overflows_may_be_off_by_its_rounding():
     """All keys are 1: dQ is the sum of a row of dS, each rounded to fp16. PyTorch overflows at dS times the softcap."""
     call, given = found("attention", 1)

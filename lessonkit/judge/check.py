@@ -49,6 +49,7 @@ class Truth:
     operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
     rounded: tuple[torch.dtype | None, ...] = ()  # by result: the dtype of 16 bits that it was rounded to on its way
     operands_off: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference inside products.OperandsOff
+    continued: int = 1  # see rounding.moved
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -60,7 +61,9 @@ class Truth:
             try:
                 with torch.no_grad():
                     args = [*map(in_float64, self.args)]
-                    found = rounding.moved(self.asked, args, self.exact, samples, self.operands, 1 / self.factor)
+                    found = rounding.moved(
+                        self.asked, args, self.exact, samples, self.operands, 1 / self.factor, self.continued
+                    )
                     for other in self.beside:  # as far as this, and not FACTOR times as far
                         share = BETWEEN / FACTOR[torch.float32]
                         found = tuple(m.maximum(a * share) for m, a in zip(found, self._apart(other), strict=True))

@@ -90,6 +90,8 @@ class Question:
     cancels     sums of the gradients' matmuls cancel, and what is left is the rounding of an operand to 16 bits. It may
                 be as large as products.OperandsOff says, also where PyTorch is right by luck in each row. That of
                 `rounding.moved` is a few samples': in some of many elements all of them are small
+    continued   of the tensors by name: the terms of how many of the reference's matmuls in a gradient a kernel adds up one
+                after the other
     """
 
     draw: Callable[[Draw], Drawn]
@@ -101,6 +103,7 @@ class Question:
     beside: tuple[Callable[..., Any], ...] = ()
     multiplied: str = ""
     cancels: bool = False
+    continued: Callable[..., int] | None = None
 
 
 @cache
@@ -393,6 +396,7 @@ class Call:
         self.factor, self.reference = question.factor, question.reference
         self.keeps = question.keeps if self.wanted else None
         self.beside, self.multiplied, self.cancels = question.beside, question.multiplied, question.cancels
+        self.continued = question.continued
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A gradient for each result, given by the case; none in a forward."""
@@ -437,7 +441,10 @@ class Call:
         rounded = tuple(operands if w and i >= first else None for i, w in enumerate(wider)) if self.multiplied else ()
         beside = tuple(partial(self._of, f) for f in self.beside)
         off = partial(self._operands_off, operands, answer) if operands and self.cancels else None
-        return replace(truth, beside=beside, operands=operands, rounded=rounded, operands_off=off)
+        continued = self.continued(**self.tensors) if self.continued else 1
+        return replace(
+            truth, beside=beside, operands=operands, rounded=rounded, operands_off=off, continued=continued
+        )  # fmt: skip
 
     def _of(self, f: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, ...]:
         return self.of(f, given)

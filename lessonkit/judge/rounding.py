@@ -61,10 +61,12 @@ MATMULS = frozenset(["addmm", "baddbmm", "bmm", "mm"])
 class _Disturbed(TorchDispatchMode):
     """Inside, what operations round in float64 carries a random relative error, up to `injected`."""
 
-    def __init__(self, seed: int, injected: float, operands: torch.dtype | None, share: float) -> None:
+    def __init__(
+        self, seed: int, injected: float, operands: torch.dtype | None, share: float, continued: int
+    ) -> None:  # fmt: skip
         super().__init__()
         self.seed, self.injected, self.generators = seed, injected, dict[torch.device, torch.Generator]()
-        self.operands, self.share = operands, share
+        self.operands, self.share, self.continued = operands, share, continued
 
     def errors(self, t: torch.Tensor) -> torch.Tensor:
         """The errors of t's values: half to all of `injected`, and of a value that fp32 may flush to 0 all of it."""
@@ -104,7 +106,10 @@ class _Disturbed(TorchDispatchMode):
             steps = math.sqrt(min(a.shape[-1], ONE_BY_ONE) / 3)
             total, came_down = _partial_sums(a, b)
             result.add_(self.errors(came_down) * steps)
-            result.add_(self.errors(result) * torch.where(_of_equal_terms(a, b, total), a.shape[-1] / 128, steps / 4))
+            # Of equal terms all are rounded to the same side. What is injected into several products has no such side.
+            products = 1.0 if torch.is_grad_enabled() else self.continued**1.5
+            terms = a.shape[-1] * products
+            result.add_(self.errors(result) * torch.where(_of_equal_terms(a, b, total), terms / 128, steps / 4))
         elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):
             # Once at each level of a tree; equal terms are rounded alike there, so that the errors add up.
             levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
@@ -147,11 +152,13 @@ def moved(
     samples: int = SAMPLES,
     operands: torch.dtype | None = None,
     share: float = 1.0,
+    continued: int = 1,
 ) -> tuple[torch.Tensor, ...]:
     """How far fp32 rounding errors move each element of `exact`, which is answer(*args), in the root mean square.
 
     args: the inputs in float64. operands: a dtype of 16 bits, to which a gradient's operands of matmuls are rounded
-    besides; share: of that rounding, what is injected. A result that is no floating-point tensor does not move. Neither
+    besides; share: of that rounding, what is injected. continued: a kernel adds up the terms of so many of a gradient's
+    matmuls one after the other. A result that is no floating-point tensor does not move. Neither
     does what jumps: a step of the reference is as high for a smaller error. Of what only moves far, as the quotient of
     two values that nearly cancel, fp32 keeps no digit, and no answer can be right in one.
     """
@@ -159,7 +166,7 @@ def moved(
     total = [torch.zeros_like(e, dtype=torch.float64) for e in exact]
 
     def by(seed: int, injected: float) -> list[torch.Tensor | None]:
-        with _Disturbed(seed, injected, operands, share):
+        with _Disturbed(seed, injected, operands, share, continued):
             found = answer(*args)
         both = zip(found, exact, strict=True)
         return [
