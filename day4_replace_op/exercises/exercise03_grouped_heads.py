@@ -3,8 +3,8 @@
 In decoding, one query of each sequence meets a cache of S keys. So the bytes of the cache decide the time. With grouped
 heads (GQA) H query heads share H_kv heads of K and V. Query head h uses head h // (H / H_kv), so neighbours share. If
 every query head has a program of its own, the programs load K and V H / H_kv times. If the heads of a group are rows of
-one tile, its program loads them once. A tensor core's tile has 16 rows anyway. The cache is [B, S, H_kv, D]. Its strides
-may be any, and the strides of K and V may differ.
+one tile, its program loads them once. A tensor core's tile has 16 rows anyway. The cache is [B, S, H_kv, D]. Its
+strides may be any, and the strides of K and V may differ.
 
 Predict: how many bytes does a token take in a layer's cache, in bf16 at H = 32, D = 128 and H_kv = 8? And at H_kv = 32?
 

@@ -53,7 +53,7 @@ _COMMAND = re.compile(
     r"(?:^|\s)--?[A-Za-z]|^(?:python3?|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
 )
 _DRAWING = re.compile(r"[|^\u2190-\u21ff\u2500-\u259f]|---|===|-->|->$|\.{4}|\] *$|^\[|([A-Za-z])\1\1")
-_HEADINGS = frozenset(("rung", "predicted", "scheme", "tool"))  # words that say something where a file has them as names
+_HEADINGS = frozenset(("rung", "predicted", "scheme", "tool"))  # words that are said, though a file has the name
 _FORMULA = re.compile(r"\w+ = \w+(?: [*+/-] [\w ]+)*|\w+ = \w+\([^()]*\)")
 
 
