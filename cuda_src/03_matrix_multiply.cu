@@ -8,7 +8,7 @@
 // shared memory answer with 128 bytes, one warp-wide load ("wavefront"). With w wavefronts an FMA, at most 1 / 4w of
 // the peak:
 //
-//     rung                          wavefronts an FMA           ceiling
+//     rung                          wavefronts per FMA          ceiling
 //     v1 naive, rows across         32 + 1                      0.8%    0.5 TFLOP/s
 //     v2 coalesced                  1 + 1                       12.5%     8
 //     v3 shared tiles               1 + 1 (compiled: 1 + 1/4)   20%      13

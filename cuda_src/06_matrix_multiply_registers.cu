@@ -11,7 +11,7 @@
 //
 // The ceiling is a share of 67 TFLOP/s:
 //
-//     rung                        loads an FMA     wavefronts an FMA   FMAs of all instructions    ceiling
+//     rung                        loads per FMA    wavefronts per FMA  FMAs of all instructions    ceiling
 //     v5 8 x 8 a thread           16 / 64          48 / 64             about 3/4                   33%
 //     v6 16-byte loads            4 / 64           24 / 64             0.87                        67%
 //     v7 warp tiles               4 / 64           8 to 16 / 64        0.87                        87%

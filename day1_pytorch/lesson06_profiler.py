@@ -248,14 +248,20 @@ def experiment():
 
 
 # ---- Deeper: Nsight -----------------------------------------------------------------------------------------------
-# Nsight Systems: the whole program on one timeline; in gaps between kernels the GPU waits for the host. Labels by NVTX:
+# Nsight Systems shows the whole program on one timeline. In gaps between kernels the GPU waits for the host. NVTX adds
+# labels:
 #     with torch.autograd.profiler.emit_nvtx(): ...
 #     nsys profile --trace cuda,nvtx,osrt --output block python SCRIPT.py    then open block.nsys-rep
-# Nsight Compute: one kernel, replayed some 40 times to read every counter.
+# Nsight Compute replays one kernel some 40 times to read every counter.
 #     ncu --set full --kernel-name regex:gelu --launch-count 1 --export gelu python SCRIPT.py
-# Read in this order: Speed of Light (memory or compute, in % of peak); Memory Workload (bytes against those you
-# counted; sectors a request, 4 is perfect for 4-byte loads of a warp); Warp State (long scoreboard: waiting for
-# memory; math pipe throttle: at the limit; barrier); Occupancy (registers or shared memory); Source (which line).
+# Read its sections in this order:
+# - Speed of Light: memory or compute, in % of peak.
+# - Memory Workload: the bytes, against those that you counted. Sectors per request: 4 is perfect for a warp's 4-byte
+#   loads.
+# - Warp State: what warps wait for. "Long scoreboard": memory. "Math pipe throttle": busy arithmetic units. "Barrier":
+#   other warps.
+# - Occupancy: whether registers or shared memory limit it.
+# - Source: which line.
 COUNTERS = (
     "dram__bytes_read.sum",  # the kernel's own traffic, to compare with the count
     "dram__bytes_write.sum",  # less than the count: the last megabytes are still in L2 when the kernel ends

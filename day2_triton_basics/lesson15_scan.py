@@ -56,7 +56,7 @@ def scan_sequential(x):
 
 # Rung 2. New: three kernels, so that all SMs work.
 #
-#     blocks of x      [ 1 2 3 ]   [ 4 5 6 ]   [ 7 8 9 ]
+#     the blocks of x  [ 1 2 3 ]   [ 4 5 6 ]   [ 7 8 9 ]
 #     sums             6           15          24              kernel 1: one program per block
 #     ends             6           21          45              kernel 2: rung 1 on the sums, 1/4096 of the data
 #     y                [ 1 3 6 ]   [10 15 21 ] [28 36 45 ]     kernel 3: each block adds the end of the block before it

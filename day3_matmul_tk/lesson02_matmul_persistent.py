@@ -8,8 +8,8 @@ limit. Start and epilogue, 3200 cycles, are 4% of the tile's whole time, and 14%
 costs one by one.
 
     rung              what a program's threads do beside multiplying      stages of 48 KB, and KB for C, of 227
-    persistent        addresses and masks of every 16 bytes; writing C    4 stages of 32 KB: a tile of 128 x 128, as a
-                                                                          larger one has more addresses than registers
+    persistent        addresses and masks of every 16 bytes; writing C    4 stages of 32 KB: the tile is 128 x 128,
+                                                                          as registers hold no larger tile's addresses
     tma_device        one thread starts a tile's copy; writing C          3 stages and 64 KB
     tma_host          the same, without writing descriptors first         3 stages and 64 KB
     subtiled          the same, C in halves                               4 stages and 32 KB

@@ -6,7 +6,7 @@ w[e]. A tensor in GPU memory, offsets [E + 1], says which rows belong to expert 
 offsets to the host first. So the host waits for all earlier work of the GPU, then launches E kernels, and a small one
 does not fill the GPU. A grouped matmul is one launch, whose programs look up their work on the GPU:
 
-    rows of x       | expert 0         | expert 1 | expert 3              |     offsets [0, 300, 370, 370, 800]
+    the rows of x   | expert 0         | expert 1 | expert 3              |     offsets [0, 300, 370, 370, 800]
     rows of a tile  | 128 | 128 | 44   | 70       | 128 | 128 | 128 | 46  |     expert 2 has no rows
     row of tiles      0     1     2      3          4     5     6     7
     tile_ends       [3, 4, 4, 8]     row of tiles 3: one group ends at 3 or before, so it belongs to expert 1

@@ -15,9 +15,9 @@ Budget of a tile of 128 x 256, in cycles:
     one step                    bf16, 64 of K    fp8, 128 of K
     bytes                       48 KB            48 KB
     tensor cores                1024             1024
-    steps at K = 4096           64               32
+    steps when K is 4096        64               32
     tile in all                 65,500           32,800
-    epilogue, not overlapped    1000: 1.5%       1000 or more: 3%        waits for the last MMA, scales, rounds
+    epilogue, not overlapped    1000: 1.5%       at least 1000: 3%       waits for the last MMA, scales, rounds
 
 A step of the same cycles covers twice as much of K, so the epilogue is twice as large a share of a tile. In
 bf16 cuBLAS holds about 790 TFLOP/s. Twice that less 3% is 1530.

@@ -9,15 +9,15 @@ say what a row without keys answers, and to order programs of unequal length. Yo
     window              at most the last `window` keys up to one's own position: S * window scores instead of S^2 / 2
     grouped heads       H query heads share H_kv heads of K and V (GQA; MQA if H_kv = 1): fewer bytes of K and V
     any S_q, S_k, D     tails masked; D up to 256, padded to a power of two on the chip, never in memory
-    any strides         [B, S, H, D] as a projection leaves it, seen through transpose(1, 2), without a copy
-    lse                 [B, H, S_q] in fp32, natural logarithm: what the backward (6), split keys (10), rings (12) need
+    any strides         as a projection leaves it, [B, S, H, D] seen through transpose(1, 2), without a copy
+    lse                 natural logarithm, [B, H, S_q] in fp32: what the backward (6), split keys (10), rings (12) need
 
 A query that sees no key (S_q > S_k, causal) gets zeros and lse = -inf, not NaN: an empty sum is 0.
 
 A mask costs instructions, so only the blocks that need one should have one. A head with 4 blocks of queries and 6 of
 keys:
 
-    x computed    m computed and masked    . skipped
+    x computed    m computed and masked    . left out
 
                        causal           causal, a window of 3 blocks
             keys       0 1 2 3 4 5      0 1 2 3 4 5

@@ -1,10 +1,10 @@
 """Attention implementations compared: time and peak memory in one table
 =====================================================================
-The lesson times every implementation of this course and those that people use instead, forward and backward, in the
-same rounds. S goes from 512 to 16384 with 16384 tokens in all; D is 64 or 128, with 2048 features in all; causal or
-not; bf16. FLOPs are those of the op, whatever an implementation skips: 4 B H S^2 D forward, 2.5 times that backward,
-half of it if causal. So within a table work grows only with S, and TFLOP/s should rise to a plateau. Short sequences
-measure launches, tails and half-filled GPUs; long ones measure the inner loop. A table has no figure where an
+The lesson times every implementation of this course and those that people use instead. It times forward and backward in
+the same rounds, in bf16, causal or not. S goes from 512 to 16384 with 16384 tokens in all. D is 64 or 128, with 2048
+features in all. FLOPs are those of the op, whatever an implementation skips: 4 B H S^2 D forward, 2.5 times that
+backward, half of it if causal. So within a table work grows only with S, and TFLOP/s should rise to a plateau. Short
+sequences measure launches, tails and half-filled GPUs. Long ones measure the inner loop. A table has no figure where an
 implementation cannot run, for example because its scores do not fit into memory. The run prints each reason.
 
 Predict before you run, for D = 128 at S = 512 and 16384. Which lines cross? Naive attention moves S^2 elements for
@@ -12,8 +12,9 @@ S^2 D FLOPs (lesson 1). How do its TFLOP/s change with S where bytes decide? Whi
 causal mask? At D = 64 a FLOP of a matmul has twice as many exponentials beside it (lesson 4). Which implementations
 lose least by that? Whose peak memory grows with S?
 
-The numbers before the names of ours are older than the order of the lessons: `1` is lesson 1, `2 v1` lesson 3, `3`
-lesson 4, `4 all options` lesson 5, `5 flash attention` lesson 7. `every rung` has the lessons' own numbers.
+The numbers before the names of ours are older than the order of the lessons. `1` is lesson 1, `2 v1` is lesson 3, and
+`3` is lesson 4. `4 all options` is lesson 5, and `5 flash attention` is lesson 7. `every rung` has the lessons' own
+numbers.
 
 New words (GLOSSARY.md): error budget.
 You will learn: to compare fairly: answers checked first, interleaved timing, the same work, absent peers named.

@@ -114,9 +114,9 @@ def add_norm_backward_fused(dtotal, dy, total, w, mean, rstd):
 # Rung 3. New: num_stages=3. The compiler turns the three loads into cp.async, two tiles ahead. At N = 768 and 10 bytes
 # an element that is 15 KB per program. Five programs per SM have 77 KB in flight, where memory needs 25 (Little's law,
 # day 2, lesson 16). Predicted: copy speed. Longer rows get fewer stages, since three of 8192 exceed an SM's shared
-# memory. At N = 4096 this rung gains nothing over the last one on an H200, 2.92 and 2.93 TB/s, and torch.compile runs
-# at 3.39. course_ops takes another kernel past 2048 columns, whose programs walk over many rows with the next ones on
-# their way to shared memory: 3.89 TB/s.
+# memory. At N = 4096 on an H200, this rung gains nothing over the last one: 2.92 and 2.93 TB/s. torch.compile runs at
+# 3.39. Past 2048 columns course_ops takes another kernel: 3.89 TB/s. Its programs walk over many rows, with the next
+# ones on their way to shared memory.
 def add_norm_backward(dtotal, dy, total, w, mean, rstd):
     """As add_norm_backward_fused, with the next rows in flight to shared memory."""
     width = dtotal.element_size() + dy.element_size() + total.element_size()

@@ -16,7 +16,7 @@ Nothing here needs a GPU. Predict before you run, for a tile of 64 x 64, steps o
     cp.async instructions per thread  a stage is 8 copies of 16 bytes; one in the loop, two      24
                                       before it
     fp32 sums a thread holds          64 * 64 / 128                                              32
-    wgmma instructions                64 deep in steps of 16                                     4
+    wgmma instructions per step       64 deep in steps of 16                                     4
 
 And which of these changes if a row is 4097 elements long, not 4096?
 

@@ -1,7 +1,7 @@
 """An unused mbarrier corrupts shared memory when two processes share the GPU
 ==========================================================================
-A kernel can pass every test and every benchmark run alone, and return a NaN on a GPU that another process uses too. The
-cause shown here is an mbarrier that is initialised and never used.
+A kernel can pass every test and every benchmark while its process is alone on the GPU. Beside another process it can
+return a NaN. The cause shown here is an mbarrier that is initialised and never used.
 
 An mbarrier is a counter of 8 bytes in shared memory that threads wait for (day 3, lesson 9). Gluon's compiler frees its
 bytes after its last use. An unused barrier's last use is its own mbarrier.init, so the compiler gives the same bytes to
@@ -21,7 +21,7 @@ and restores it later. The third step counts what happens to data where the hard
     not made        no barrier                              the cure, where its author can leave it out
 
 Triton's warp specialization for Hopper, as of 3.7, makes such barriers too. Triton invalidates barriers after their
-last use since 2024, against "sporadic memory corruptions" (#3858), but an unused barrier has no last use. The course's
+last use since 2024, against "sporadic memory corruptions" (#3858). But an unused barrier has no last use. The course's
 `compile` refuses unused barriers in Gluon's kernels, whose author can leave them out (lessonkit/modes/compiled.py).
 
 The fault is rare, and short calls hide it. The last step multiplies matrices of 4096 beside a neighbour, and one answer

@@ -1,6 +1,6 @@
 """The final report: what was measured, what limits it, what to try next
 =====================================================================
-The last deliverable of the course is a report of one or two pages for a reader who did not take part. It says:
+The last deliverable of the course is a report of one or two pages. Its reader did not take part. It says:
 
 - what was measured, and on which machine
 - how far each result is from the best peer and from the machine's limit

@@ -649,9 +649,9 @@ def measure_again(
 ) -> None:
     """Measure again on this GPU what `stale` lists: rows, tables, mutants, operators; then draw random cases.
 
-    What has to be compiled is called first, many at a time. A fifth of the time left before the random cases goes to
-    sanitizers and neighbours that were not run on today's code, the cheapest first, each for a quarter of that at most.
-    Afterwards: `report`, and `stale --record`.
+    What has to be compiled is called first, many at a time. Of the time left before the random cases, a fifth goes to
+    sanitizers and neighbours that were not run on today's code. The cheapest come first. Each gets at most a quarter of
+    that fifth. Afterwards: `report`, and `stale --record`.
     """
     nth, _, of = share.partition("/")
     if not (nth.isdecimal() and of.isdecimal() and 1 <= int(nth) <= int(of)):

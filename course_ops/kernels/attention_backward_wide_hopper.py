@@ -12,10 +12,10 @@ loads 64 KB of Q and dO for dK and dV. Predicted:
 
 Nothing is added up in memory, so the gradients are the same to the bit each time.
 
-    query_kernel       a CTA owns 128 queries, a consumer warpgroup 64 of them and their dQ: S = Q K^T, dP = dO V^T,
-                       dQ += dS K. P and dS stay in registers.
-    key_kernel         a CTA owns 64 keys. Consumer 0 computes S^T = K Q^T and P^T, and sums dV += P^T dO. Consumer 1
-                       computes dP^T = V dO^T, gets P^T through shared memory, and sums dK += dS^T Q.
+- query_kernel: a CTA owns 128 queries. A consumer warpgroup owns 64 of them and their dQ. It computes S = Q K^T and
+  dP = dO V^T, and sums dQ += dS K. P and dS stay in registers.
+- key_kernel: a CTA owns 64 keys. Consumer 0 computes S^T = K Q^T and P^T, and sums dV += P^T dO. Consumer 1 computes
+  dP^T = V dO^T, gets P^T through shared memory, and sums dK += dS^T Q.
 
 Blocks have 64 rows. Their columns are split: the first 128, and a rest of 64 (D <= 192) or 128. Rows of up to 128, as
 those of V where D = 192 and D_v = 128, have no rest: then three of the seven matmuls take two thirds of the time.

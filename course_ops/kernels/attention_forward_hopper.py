@@ -11,7 +11,7 @@ A CTA is a producer warp and two consumer warpgroups (three for D <= 64). Each c
     shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier
     producer        only issues TMA loads: the Q of the next tile, then for each block K(j) and V(j - 1), as stages
                     get empty. It fetches the tile from the scheduler.
-    consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
+    consumer        issues S(j) and O += P(j - 1) V(j - 1), and computes the softmax of S(j) while that matmul runs
 
 Lazy rescaling: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the row
 maximum of the tile's first block, and stays. A consumer raises m only if some partial row sum passes 2^13: fp16 holds

@@ -12,7 +12,7 @@ import torch
 
 def cross_entropy(z, target):
     """z [N, V], target [N] int64 (-100: this row does not count) -> (loss, dz), both of z's dtype; no autograd."""
-    # TODO(1): the loss: a maximum first, then log-sum-exp; rows with target -100 add nothing.
+    # TODO(1): the loss: a maximum first, then log-sum-exp. Rows with target -100 add nothing.
     # stub: loss = z.new_zeros(())
     counts = target != -100
     m = z.amax(1, keepdim=True)
@@ -24,7 +24,7 @@ def cross_entropy(z, target):
     # END(1)
     # TODO(2): its gradient.
     # stub: dz = torch.zeros_like(z)
-    # exp(z - lse) would be the same on paper; at logits of 1000 lse has lost the digits that matter.
+    # On paper exp(z - lse) is the same. At logits of 1000, lse has lost the digits that matter.
     dz = e / e.sum(1, keepdim=True)
     dz[rows, at] -= 1
     dz *= (counts / counts.sum())[:, None]

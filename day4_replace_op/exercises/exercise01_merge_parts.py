@@ -42,7 +42,7 @@ def merge_kernel(
         at = part * M + rows
         o = tl.load(parts_ptr + at[:, None] * D + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         lse = tl.load(part_lse_ptr + at, mask=live, other=0.0)
-        # TODO(1): take (o, lse) into acc [ROWS, BLOCK_D], total and m [ROWS]; both lse and m may be -inf.
+        # TODO(1): take (o, lse) into acc [ROWS, BLOCK_D], total and m [ROWS]. Both lse and m may be -inf.
         # stub: acc, total, m = acc + o, total + 1.0, tl.maximum(m, lse)
         larger = tl.maximum(m, lse)
         finite = tl.where(larger == -float("inf"), 0.0, larger)
@@ -51,7 +51,7 @@ def merge_kernel(
         total = total * old + new
         m = larger
         # END(1)
-    # TODO(2): the merged o and lse; 0 and -inf for a row of which no part has seen a key.
+    # TODO(2): the merged o and lse. They are 0 and -inf for a row of which no part has seen a key.
     # stub: o, lse = acc / total[:, None], m
     o = acc / tl.where(total == 0, 1.0, total)[:, None]
     lse = m + tl.log(total)

@@ -1,12 +1,12 @@
 """Grouped heads: one head of K and V, read once for all that share it
 ===================================================================
-In decoding, one query of each sequence meets a cache of S keys, so the bytes of the cache decide the time. With grouped
-heads (GQA) H query heads share H_kv heads of K and V: query head h uses head h // (H / H_kv), so neighbours share. If
+In decoding, one query of each sequence meets a cache of S keys. So the bytes of the cache decide the time. With grouped
+heads (GQA) H query heads share H_kv heads of K and V. Query head h uses head h // (H / H_kv), so neighbours share. If
 every query head has a program of its own, the programs load K and V H / H_kv times. If the heads of a group are rows of
-one tile, its program loads them once. A tensor core's tile has 16 rows anyway. The cache is [B, S, H_kv, D], of any
-strides, and the strides of K and V may differ.
+one tile, its program loads them once. A tensor core's tile has 16 rows anyway. The cache is [B, S, H_kv, D]. Its
+strides may be any, and the strides of K and V may differ.
 
-Predict: for H = 32, H_kv = 8 bytes of the cache in bf16 a token and layer at D = 128, and with H_kv = 32.
+Predict: how many bytes does a token take in a layer's cache, in bf16 at H = 32, D = 128 and H_kv = 8? And at H_kv = 32?
 
 Source: Ainslie et al., "GQA: training generalized multi-query transformer models", 2023.
 """
@@ -21,12 +21,12 @@ import triton.language as tl
 @triton.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,  # [B, H, D], [B, S, H_kv, D] twice, [B, H, D]; q and o are contiguous
-    k_b, k_s, k_h, v_b, v_s, v_h,  # strides of k and v between sequences, keys and heads; between columns it is 1
+    k_b, k_s, k_h, v_b, v_s, v_h,  # strides of k and v between sequences, keys and heads; columns have stride 1
     scale, H, S, D, GROUP, TOGETHER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # A program owns TOGETHER neighbouring query heads of one sequence; TOGETHER divides GROUP = H / H_kv.
-    owner = tl.program_id(0).to(tl.int64)  # int64 before any stride: a cache may have more than 2^31 numbers
+    # A program owns TOGETHER neighbouring query heads of one sequence. TOGETHER divides GROUP = H / H_kv.
+    owner = tl.program_id(0).to(tl.int64)  # int64 before any stride: a cache may have more than 2^31 elements
     # TODO(1): the sequence, the first of these query heads, and the head of K and V that they share.
     # stub: b, h, h_kv = 0, 0, 0
     b = owner // (H // TOGETHER)

@@ -4,7 +4,7 @@ Two consumers that wait for each other's dS in each step reach their exponential
 the tensor cores, and at D = 64 the exponentials take twice as long. One character is 128 cycles at D = 64, capitals are
 consumer 0:
 
-    in step     tensor cores   SSssDDdd....VVvvKKkkQQqq    S, D = dP, V = dV, K = dK, Q = dQ, . = idle
+    together    tensor cores   SSssDDdd....VVvvKKkkQQqq    S, D = dP, V = dV, K = dK, Q = dQ, . = idle
                 exponentials   ....eeeeeeee............    both at once; a step takes 24 characters, 3072 cycles
     ping-pong   tensor cores   SSDDvvkkqqVVKKQQssdd        each consumer's exponentials run under the other's
                 exponentials   eeEEEE............ee        matmuls; a step takes 20 characters, 2560 cycles

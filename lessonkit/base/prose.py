@@ -52,7 +52,8 @@ _LINKING = re.compile(
 _COMMAND = re.compile(
     r"(?:^|\s)--?[A-Za-z]|^(?:python3?|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
 )
-_DRAWING = re.compile(r"[|^\u2190-\u21ff\u2500-\u259f]|---|===|-->|->$|\.{4}|\] *$|^\[|(\w)\1\1")
+_DRAWING = re.compile(r"[|^\u2190-\u21ff\u2500-\u259f]|---|===|-->|->$|\.{4}|\] *$|^\[|([A-Za-z])\1\1")
+_HEADINGS = frozenset(("rung", "predicted", "scheme", "tool"))  # words that are said, though a file has the name
 _FORMULA = re.compile(r"\w+ = \w+(?: [*+/-] [\w ]+)*|\w+ = \w+\([^()]*\)")
 
 
@@ -131,7 +132,7 @@ def _is_phrase(cell: str, names: frozenset[str]) -> bool:
         return False
     tokens = [token for token in re.sub(r"`[^`]*`", "", cell).split() if re.search("[A-Za-z]", token)]
     words = [token.strip("(\"'`.,;:!?)") for token in tokens if _WORD.match(token) or token == "a"]
-    said = [word for word in words if (len(word) > 2 or word in ("a", "no")) and word not in names]
+    said = [word for word in words if (len(word) > 2 or word in ("a", "no")) and word not in names - _HEADINGS]
     if len(words) >= 2:
         return len(words) >= 0.5 * len(tokens) and bool(said)
     is_name = words and words[0][0].isupper() and not words[0].endswith("'s")

@@ -223,7 +223,9 @@ def _predictions(found: list[learned.Answered]) -> None:
         heading = said("predicted and measured: {lesson}").format(lesson=lesson.partition(".")[2])
         body = [[e.guess.rung + "*" * e.guess.seen, e.guess.shape, e.guess.said, e.shown, e.verdict] for e in of_lesson]
         columns = [said("rung"), said("shape"), said("predicted"), said("measured"), said("the prediction is")]
-        show.table(f"{heading} ({cards})" if cards else heading, columns, body)
+        if cards:
+            heading = said("{heading} ({cards})").format(heading=heading, cards=cards)
+        show.table(heading, columns, body)
     if any(each.guess.seen for each in found):
         show.console.print(said("* written after the lesson had run here"), style="dim", highlight=False)
     fresh = [each.off for each in found if not each.guess.seen and each.off]

@@ -100,7 +100,8 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
                 first, *others = check.dtypes(lesson, case)
                 # Once more with other inputs and other garbage: luck with the first is not enough.
                 for dtype, turn in ((first, 0), *((other, 0) for other in others), (first, 1)):
-                    on = f"{said(case.why)} ({case}, {str(dtype).removeprefix('torch.')})"
+                    name = str(dtype).removeprefix("torch.")
+                    on = said("{why} ({case}, {dtype})").format(why=said(case.why), case=case, dtype=name)
                     passed_in = "" if dtype == first else str(first).removeprefix("torch.")
                     with _in_words("error"):
                         _check(lesson, case, dtype, seed + turn, turn)

@@ -336,7 +336,7 @@ def cards(today: Today) -> str:
             old |= bool(mark)
             shown += [best.row] if best else []
             page = f"[{said('page')}]({folder.name}/{file_name(name)})"
-            line.append(f"{_of_a_card(best)}{mark} ({page})" if best else "")
+            line.append(said("{figures} ({page})").format(figures=_of_a_card(best) + mark, page=page) if best else "")
         body.append(line)
     about = said(
         "The fastest rung of each operator at one shape: its rate, and the share of that card's own limit. The last "

@@ -84,6 +84,7 @@ FURTHER = {
     "zh": "本表的对手中没有 {}。课程里有几级与它一起计过时；[reports](../reports/README.md) 中该算子的页面"
     "给出最快的一级相对它的比值。",
 }
+FURTHER_PEER = {"en": ("{} (`{}`)", ", "), "zh": ("{}（`{}`）", "、")}
 HEADS_OF_ROWS = {
     "en": [
         "course_ops.",
@@ -139,7 +140,8 @@ def from_rows(folder: Path, language: str) -> str:
     if not body:
         return ""
     table = markdown(HEADS_OF_ROWS[language], body)
-    further = ", ".join(f"{peer} (`{operator}`)" for operator, peer in further_peers())
+    peer_of, between = FURTHER_PEER[language]
+    further = between.join(peer_of.format(peer, operator) for operator, peer in further_peers())
     notes = [
         MORE[language].format(device=folder.name),
         FURTHER[language].format(further),
