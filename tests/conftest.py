@@ -128,6 +128,13 @@ def depends_on(item):
     return files
 
 
+@pytest.fixture(autouse=True)
+def no_other_program(monkeypatch):
+    """With a GPU some commands start anew without it, in place of this process, which has other tests to run."""
+    if device.HAS_GPU:
+        monkeypatch.setattr(os, "execve", lambda *_: pytest.skip("with a GPU this command starts anew without it"))
+
+
 @cache
 def matching(pattern):
     """Files of the course: no bytecode and no environment that lies beside it, which change while tests run."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import course_ops
 
 KEPT = pytest.mark.kept("problems/*.py", "course_ops/*.py", "course_ops/kernels/*.py")
-RIGHT = torch.zeros((), dtype=torch.bool)
+RIGHT = torch.zeros((), dtype=torch.bool, device=device.DEVICE)
 SOFTMAX = Job("softmax", "forward", 0, 400, 60.0)
 
 
@@ -99,7 +99,7 @@ def test_a_case_to_be_refused_takes_no_hundred_draws(monkeypatch):
 
 def test_what_is_doubted_is_judged_by_itself():
     """A doubt, and an error of the first look; what the judge says then counts."""
-    looks = iter([torch.ones((), dtype=torch.bool), RuntimeError("?"), *[RIGHT] * 50])
+    looks = iter([torch.ones_like(RIGHT), RuntimeError("?"), *[RIGHT] * 50])
 
     def look(case, mode):
         if case["spoilt"]:
@@ -122,7 +122,7 @@ def test_the_first_look_doubts_whatever_the_judge_refuses(name, monkeypatch):
     spoil = {
         "off": lambda t: t * 1.25 if t.is_floating_point() else t + 1,
         "dtype": lambda t: t.to(torch.complex64),
-        "nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
+        "nan": lambda t: torch.where(torch.arange(t.numel(), device=t.device).view(t.shape) == 0, torch.nan, t),
     }
     right, random = getattr(course_ops, name), Random(name)
     forward = fuzz_cases.questions()[name].forward

@@ -72,6 +72,17 @@ def of_tiles() -> str:
         return made["tiles_kernel"].asm["ptx"]
 
 
+def of_tma() -> list[str]:
+    """PTX of the kernel whose result matmul_tma copies to rows of 131 elements, in each 16-bit dtype."""
+    matmul = import_module("course_ops.kernels.matmul")
+    found = []
+    for dtype in (torch.float16, torch.bfloat16):
+        with compiled.compiling(90) as made:
+            matmul.matmul_tma(*(torch.empty(*shape, dtype=dtype, device=DEVICE) for shape in ((129, 65), (65, 131))))
+            found.append(made["tma_kernel"].asm["ptx"])
+    return found
+
+
 # ---- The tests -----------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +149,13 @@ def test_logits_leave_by_tma_alone():
     ptx = call_in_compiler("tests.test_ptx_order", "of_tiles")
     assert re.search(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)
     assert "st.global" not in ptx
+
+
+def test_what_is_copied_to_rows_of_any_length_left_by_tma_alone():
+    """initcheck reports the copy."""
+    for ptx in call_in_compiler("tests.test_ptx_order", "of_tma"):
+        assert re.search(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)
+        assert "st.global" not in ptx
 
 
 def test_every_argued_race_is_of_a_kernel_that_is_read_here():

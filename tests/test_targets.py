@@ -11,6 +11,7 @@ from lessonkit import __main__ as command_line
 from lessonkit.base import chips, device
 from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.tables import head, read_csv
+from lessonkit.commands import show
 from lessonkit.lesson import Prediction, Work, names
 from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.measure import fingerprint
@@ -194,7 +195,8 @@ def test_occupancy_is_that_of_the_card(monkeypatch, tmp_path):
     assert "NVIDIA alone" in unfit.why
 
 
-def test_the_command_shows_a_card():
+def test_the_command_shows_a_card(monkeypatch):
+    monkeypatch.setattr(show.console, "_width", 200)
     ended = CliRunner().invoke(command_line.app, ["chip", "RTX 4090", "lesson05_softmax"])
     assert ended.exit_code == 0
     assert "RTX 4090, predicted, not measured: day2_triton_basics.lesson05_softmax" in ended.output

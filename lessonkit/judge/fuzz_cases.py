@@ -90,8 +90,8 @@ class Question:
     cancels     sums of the gradients' matmuls cancel, and what is left is the rounding of an operand to 16 bits. It may
                 be as large as products.OperandsOff says, also where PyTorch is right by luck in each row. That of
                 `rounding.moved` is a few samples': in some of many elements all of them are small
-    continued   of the tensors by name: the terms of how many of the reference's matmuls in a gradient a kernel adds up one
-                after the other
+    continued   of the tensors by name: a kernel adds up the terms of so many of the reference's matmuls in a gradient
+                one after the other
     """
 
     draw: Callable[[Draw], Drawn]

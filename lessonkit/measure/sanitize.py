@@ -88,33 +88,36 @@ class Argued:
     kernels   their names
     reports   words of accesses: each access that a report names has some of them, or the whole report, if it names none
     argument  by which rule of the memory model the accesses are in order, and why the tool does not see it
+    lessons   those that the argument is about, where it is not about every call of the kernels
     """
 
     kernels: tuple[str, ...]
     tool: str
     reports: tuple[str, ...]
     argument: str
+    lessons: tuple[str, ...] = ()
 
-    def covers(self, report: Report) -> bool:
-        ours = report.tool == self.tool and report.kernel in self.kernels
+    def covers(self, report: Report, lesson: str = "") -> bool:
+        ours = report.tool == self.tool and report.kernel in self.kernels and lesson in (self.lessons or (lesson,))
         accesses = re.split(r"^Race reported between | and (?=(?:Read|Write) access)", report.what)
         return ours and all(any(words in each for words in self.reports) for each in accesses if each)
 
 
 def argued(path: Path = ARGUED) -> list[Argued]:
     """The list. Raises ValueError, with the entry, if one lacks a word or names a tool that there is not."""
-    names = [field.name for field in fields(Argued)]
+    *names, free = [field.name for field in fields(Argued)]
+    lists = ("kernels", "reports", free)
     found = []
     for entry in tomllib.loads(path.read_text()).get("argued", []):
-        words = {name: entry.get(name) for name in names}
-        whole = all(_words(words[name], several=name in ("kernels", "reports")) for name in names)
-        if sorted(entry) != sorted(names) or not whole:
+        whole = all(_words(words, several=name in lists) for name, words in entry.items())
+        if {*entry, free} != {*names, free} or not whole:
             raise ValueError(
-                f"{path.name}: {entry}: give {', '.join(names)}, and nothing else; kernels and reports are lists"
+                f"{path.name}: {entry}: give {', '.join(names)}, {free} if need be, and nothing else; "
+                f"{', '.join(lists)} are lists"
             )
         if entry["tool"] not in ALL:
             raise ValueError(f"{path.name}: tool={entry['tool']!r}: there are {', '.join(ALL)}")
-        found.append(Argued(tuple(entry["kernels"]), entry["tool"], tuple(entry["reports"]), entry["argument"]))
+        found.append(Argued(**{name: tuple(words) if name in lists else words for name, words in entry.items()}))
     return found
 
 
@@ -125,9 +128,9 @@ def _words(value: object, *, several: bool) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def unargued(found: Iterable[Report], known: Sequence[Argued]) -> list[Report]:
-    """The reports that nothing in the list covers: errors, until they are mended or argued."""
-    return [report for report in found if not any(each.covers(report) for each in known)]
+def unargued(found: Iterable[Report], known: Sequence[Argued], lesson: str = "") -> list[Report]:
+    """The reports of a lesson that nothing in the list covers: errors, until they are mended or argued."""
+    return [report for report in found if not any(each.covers(report, lesson) for each in known)]
 
 
 def parsed(tool: str, output: str) -> Counter[Report]:
@@ -264,7 +267,7 @@ def watched(
     """Run a tool and keep what it says: all reports, and those that are not argued. Raises NotUnderstood."""
     found = run(name, tool, part, seconds)
     save(folder, name, tool, found, known, part)
-    return found, unargued(found, known)
+    return found, unargued(found, known, name)
 
 
 def cases(name: str, part: Part) -> tuple[Chosen, ...]:
@@ -281,8 +284,9 @@ def save(
     """Keep what a tool said of a lesson or a part of it, in place of what it said before; a clean one has a row too."""
     about = {"lesson": name, "part": str(part), **rows.machine()}
     source = {"source": operator_cases.source(name, part.rung)}
+    open_ = unargued(found, known, name)
     new = [
-        {**about, **asdict(report), "count": count, "argued": "" if unargued([report], known) else "yes", **source}
+        {**about, **asdict(report), "count": count, "argued": "" if report in open_ else "yes", **source}
         for report, count in sorted(found.items())
     ]
     new = new or [{**about, **asdict(Report(tool, "", "")), "count": 0, "argued": "", **source}]
@@ -297,7 +301,7 @@ def marked(folder: Path, known: Sequence[Argued]) -> str:
     found = []
     for row in read_csv(folder / NAME):
         report = Report(row["tool"], row["kernel"], row["what"])
-        found.append(row | {"argued": "yes" if row["what"] and not unargued([report], known) else ""})
+        found.append(row | {"argued": "yes" if row["what"] and not unargued([report], known, row["lesson"]) else ""})
     return to_csv(found)
 
 
