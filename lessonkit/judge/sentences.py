@@ -11,6 +11,11 @@ SENTENCES = (
     ),
     later("{wrong} of {all} lanes {what} outside every tensor of the launch: mask them"),
     later(
+        "a block of shape {shape} is no single truth value, which if, while, and, or, not, min and max need. Choose "
+        "for each element with tl.where, join masks with &, | and ~, compare with tl.minimum and tl.maximum, or "
+        "reduce the block to one value with tl.max"
+    ),
+    later(
         "{wrong} of {all} wrong, all in {box}, the first at {first}: "
         "expected {expected}, got {got}, more off than {limit}"
     ),
