@@ -268,7 +268,7 @@ def check(which: Which = "") -> None:
             continue
         if wrong:
             failed.append(said("{name}: checks failed: {count}").format(name=name, count=wrong))
-        failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in ("rung", "gradients"))
+        failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in show.CHECKED)
     _end(failed)
 
 

@@ -144,6 +144,34 @@ def test_check_says_where_a_lessons_own_code_fails(monkeypatch):
         assert "listed" in result.output
 
 
+def test_check_says_once_what_is_wrong(monkeypatch):
+    """A rung's wrong value, and what else is asked and wrong: words in the table, and a name at the end."""
+    ((name, right),) = discover("day2_triton_basics.lesson01_vector_add")
+    add = right.rungs[-1]
+
+    def off(x, y):
+        return add(x, y) + 1
+
+    def holds(rung):
+        raise AssertionError("3 of 5 wrong, the first at (0,): expected 1, got 2")
+
+    small = tuple(each for each in right.checks if not each.gib)[:3]
+    wrong = dataclasses.replace(
+        right, rungs=(off,), checks=small, passes={}, predicted=(), wrong=(), grad=None, properties=(holds,), claims={}
+    )
+    asked = cli.verify.questions
+    kinds = ("rung", "other-dtypes", "holds")
+    some = [lambda name, lesson: [q for q in asked(name, lesson) if q.kind in kinds]]
+    monkeypatch.setattr(cli.verify, "questions", *some)
+    monkeypatch.setattr(cli, "discover", lambda which="": iter([(name, wrong)]))
+    monkeypatch.setattr(show.console, "_width", 1000)
+    result = invoke(cli.app, ["check", name])
+    assert result.exit_code == 1
+    assert result.output.count("the first at") == 2, result.output
+    assert f"{name}-holds-off: WRONG" in result.output
+    assert f"{name}: checks failed: " in result.output
+
+
 @pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])
 def test_an_unknown_lesson_is_a_mistake(command):
     assert invoke(cli.app, [*command.split(), "lesson99"]).exit_code == 2

@@ -338,7 +338,7 @@ def test_a_block_of_one_element_is_a_truth_value():
 @triton.jit
 def scalars_kernel(y_ptr, n, CHOSEN: tl.constexpr):  # y [1]
     found = 0
-    if n > 3 and not n == 5:
+    if n > 3 and not (n == 5 or n == 6):
         found += 1
     if n < 0 or CHOSEN:
         found += 10
