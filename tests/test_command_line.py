@@ -197,6 +197,33 @@ def test_count_is_of_cuda_lessons(monkeypatch):
     assert "no CUDA C++ lesson matches 'lesson05_softmax'" in in_one_line(result.output)
 
 
+@pytest.mark.skipif(device.HAS_GPU, reason="CUDA C++ is emulated where there is no GPU")
+@pytest.mark.parametrize("command", ["compile lesson01_vector_add", "count 02_vector_add"])
+def test_what_a_command_writes_is_said_in_one_line(command, monkeypatch):
+    """The rows that change, and the pages; where nothing changes, nothing."""
+    monkeypatch.setattr(cli.toolchain, "lacks", lambda *pieces: "")
+    monkeypatch.setattr(cli.compiled, "compile_ahead", lambda names, targets: None)
+    monkeypatch.setattr(cli.compiled, "kernels", lambda name, targets: [])
+    monkeypatch.setattr(cli.sass, "broken_claims", lambda name, claimed, found: [])
+    monkeypatch.setattr(cli.counters, "traffic", lambda lesson: [])
+    monkeypatch.setattr(cli.counters, "rows", lambda found: [])
+    monkeypatch.setattr(cli.counters, "broken_counts", lambda name, lesson, found: [])
+    monkeypatch.setattr(show, "resources", lambda name, targets: None)
+    monkeypatch.setattr(show.console, "_width", 1000)
+    rows_, pages = ROOT / "reports" / "rows.csv", [ROOT / "reports" / f"{n}.md" for n in range(4)]
+    for saved, made, says in (
+        ([rows_], pages, ["wrote reports/rows.csv, reports/0.md, reports/1.md (and 2 more)"]),
+        ([], pages[:1], ["wrote reports/0.md"]),
+        ([], [], []),
+    ):
+        for save in ("save_compiled", "save_emulated"):
+            monkeypatch.setattr(report, save, lambda *given, saved=saved: saved)
+        monkeypatch.setattr(report, "write", lambda made=made: made)
+        result = invoke(cli.app, command.split())
+        assert result.exit_code == 0, result.output
+        assert [line for line in result.output.splitlines() if "wrote" in line] == says
+
+
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     there = tmp_path / "file" / "learner.json"

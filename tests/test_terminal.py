@@ -47,8 +47,8 @@ def terminal(request, tmp_path, monkeypatch):
     monkeypatch.setattr(course_run, "FILE", tmp_path / "run.json")
     monkeypatch.setattr(show.console, "_width", WIDTH)
     monkeypatch.setattr(cli.report, "write", list)
-    monkeypatch.setattr(cli.report, "save_compiled", lambda name: None)
-    monkeypatch.setattr(cli.report, "save_emulated", lambda name, lines: None)
+    monkeypatch.setattr(cli.report, "save_compiled", lambda name: [])
+    monkeypatch.setattr(cli.report, "save_emulated", lambda name, lines: [])
     cells = []
     table = show.table
 
