@@ -37,6 +37,7 @@ from lessonkit.commands.doctor import findings
 from lessonkit.cuda import sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, fuzz_cases, trace, verify
+from lessonkit.judge.sentences import told
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
     dependents,
@@ -521,7 +522,7 @@ def count(
         raise typer.BadParameter(said("no CUDA C++ lesson matches {which}").format(which=repr(which)))
     if by_ncu:
         if why := ncu.lacks():
-            show.console.print(why)
+            show.console.print(told(why))
             return
         if not show.counted_by_ncu([name for name, _ in chosen]):
             broken.append(said("ncu counted nothing"))
@@ -529,7 +530,7 @@ def count(
         _end(broken)
     why = said("On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted.")
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
-        show.console.print(why)
+        show.console.print(told(why))
         return
     written: list[Path] = []
     for name, lesson in chosen:
@@ -921,7 +922,7 @@ def try_versions(
         what = said("{a}, {b} or {c}").format(a="--torch", b="--triton", c="--target")
         raise typer.BadParameter(said("{what}: there are {known}").format(what=what, known=known))
     if why := toolchain.lacks("Triton"):
-        _end([why])
+        _end([told(why)])
     failed: list[str] = []
     for pair in pairs:
         rows: list[versions.Tried] = []
@@ -934,8 +935,8 @@ def try_versions(
                         versions.save([row])
         except versions.NotInstalled as why:
             sentence = said("{pair} was not tried: {why}")
-            told = sentence.format(pair=versions.label(pair), why=retold(str(why), targets.UNTRIED, language()))
-            show.console.print(told, style="yellow")
+            line = sentence.format(pair=versions.label(pair), why=retold(str(why), targets.UNTRIED, language()))
+            show.console.print(line, style="yellow")
             if not which:
                 versions.save([versions.not_tried(pair, str(why))])
         except versions.Failed as why:

@@ -222,7 +222,7 @@ def questions(asked: Iterable[Question]) -> list[str]:
             try:
                 answer = "ok", question.ask() or ""
             except LeftOut as why:
-                answer = said("left out"), str(why)
+                answer = said("left out"), told(str(why))
             except Exception as wrong:
                 answer = said("WRONG"), raised(wrong)
                 failed.append(f"{question}: {said('WRONG')}")
@@ -336,7 +336,7 @@ def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -
         try:
             found = compiled.kernels(name, targets)
         except Missing as missing:
-            return console.print(str(missing), style="yellow")
+            return console.print(told(str(missing)), style="yellow")
     columns = {
         said("rung"): "rung",
         "kernel": "kernel",
@@ -389,7 +389,7 @@ def steps(name: str, lesson: Steps) -> None:
         try:
             measured = step()
         except (Missing, Unsupported) as why:  # here, for want of a package or a compiler
-            console.print(f"  {said('left out')}: {why}", highlight=False)
+            console.print(f"  {said('left out')}: {told(str(why))}", highlight=False)
             continue
         if measured is not None and measured.rows:
             _step_table(measured.name, measured.rows)

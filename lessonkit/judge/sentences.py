@@ -3,6 +3,7 @@
 import re
 
 from lessonkit.base.words import later, said
+from lessonkit.cuda.toolchain import MEND
 
 SENTENCES = (
     later(
@@ -28,6 +29,13 @@ SENTENCES = (
     later("the kernel did not end in {seconds} s"),
     later("needs a GPU with {size} GiB"),
     later("needs {size} GiB of GPU memory"),
+    later("needs sm_{target}: {needed}"),
+    later("needs sm_{target}"),
+    later("this kernel needs {needed}, which sm_{target} has; this GPU is sm_{here}"),
+    later("{name} is not emulated: it needs a GPU"),
+    later("this mutant is emulated; on a GPU it would be a build by nvcc"),
+    later("races and deadlocks are found without a GPU, in any order of the hardware"),
+    later("addresses are watched in the interpreter; on a GPU compute-sanitizer does it"),
     later("{got} is a little too large"),
     later("{got} is a little too small"),
     later("{got} is 2 to 10 times too large"),
@@ -43,6 +51,7 @@ SENTENCES = (
     later("expected a tensor, got {got}"),
     later("expected {expected}, got {got}"),
     later("{got} results, expected {expected}"),
+    *MEND.values(),
 )
 
 
@@ -52,5 +61,8 @@ def told(text: str) -> str:
         for sentence in SENTENCES:
             pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>(?:(?!: ).)+)", re.escape(sentence))
             if found := re.fullmatch(pattern, text[at:]):
-                return text[:at] + said(sentence).format(**found.groupdict())
+                named = found.groupdict()
+                if "needed" in named:
+                    named["needed"] = said(named["needed"])
+                return text[:at] + said(sentence).format(**named)
     return text
