@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from lessonkit.commands.doctor import findings
 from lessonkit.cuda import sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, fuzz_cases, trace, verify
+from lessonkit.judge.sentences import told
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
     dependents,
@@ -173,6 +174,14 @@ def _warn(routes: Iterable[paths.Route]) -> None:
         show.console.print(said("warning: {line}").format(line=line), style="yellow")
 
 
+def _say_written(files: Sequence[Path]) -> None:
+    """One line that names the first three files that a command has changed; nothing if there are none."""
+    if files:
+        shown = listed(str(path.relative_to(ROOT)) for path in files[:3])
+        more = said(" (and {count} more)").format(count=len(files) - 3) if len(files) > 3 else ""
+        show.console.print(said("wrote {path}").format(path=shown + more), style="dim", highlight=False)
+
+
 def _end(failed: list[str]) -> NoReturn:
     for line in failed:
         show.console.print(line, style="red")
@@ -268,7 +277,7 @@ def check(which: Which = "") -> None:
             continue
         if wrong:
             failed.append(said("{name}: checks failed: {count}").format(name=name, count=wrong))
-        failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in ("rung", "gradients"))
+        failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in show.CHECKED)
     _end(failed)
 
 
@@ -483,6 +492,7 @@ def compile_lessons(which: Which = "") -> None:
     with show.console.status(said("compiling")):
         compiled.compile_ahead(names, wanted)
     claimed = {name: lesson.claimed() for name, lesson in chosen}
+    written: list[Path] = []
     for name in dict.fromkeys([*claimed, *names]):
         try:
             show.resources(name, wanted)
@@ -492,9 +502,9 @@ def compile_lessons(which: Which = "") -> None:
         with suppress(Missing):  # show.resources has said what
             broken += sass.broken_claims(name, claimed.get(name, {}), compiled.kernels(name, wanted))
             if not mine:
-                report.save_compiled(name)
+                written += report.save_compiled(name)
     if not mine:
-        report.write()
+        _say_written([*written, *report.write()])
     _end(broken)
 
 
@@ -512,22 +522,23 @@ def count(
         raise typer.BadParameter(said("no CUDA C++ lesson matches {which}").format(which=repr(which)))
     if by_ncu:
         if why := ncu.lacks():
-            show.console.print(why)
+            show.console.print(told(why))
             return
         if not show.counted_by_ncu([name for name, _ in chosen]):
             broken.append(said("ncu counted nothing"))
-        report.write()
+        _say_written(report.write())
         _end(broken)
     why = said("On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted.")
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
-        show.console.print(why)
+        show.console.print(told(why))
         return
+    written: list[Path] = []
     for name, lesson in chosen:
         found = counters.traffic(lesson)
         broken += counters.broken_counts(name, lesson, found)
         show.counted(lines := counters.rows(found))
-        report.save_emulated(name, lines)
-    report.write()
+        written += report.save_emulated(name, lines)
+    _say_written([*written, *report.write()])
     _end(broken)
 
 
@@ -562,7 +573,7 @@ def bench(
     for name, lesson in _with_kernels(which, failed):
         if wrong := show.timed(name, lesson):
             failed.append(f"{name}: {wrong} NOT TIMED")
-    report.write()
+    _say_written(report.write())
     _end(failed)
 
 
@@ -621,7 +632,7 @@ def list_stale(
     if shown := stale.show_equal():
         words = said("{count} rows: machine code shown to be equal, and kept so in their files")
         show.console.print(words.format(count=shown))
-        report.write()
+        _say_written(report.write())
     if record:
         words = said("{count} rows: what the compilers of this machine make of them, added")
         show.console.print(words.format(count=stale.record()))
@@ -911,7 +922,7 @@ def try_versions(
         what = said("{a}, {b} or {c}").format(a="--torch", b="--triton", c="--target")
         raise typer.BadParameter(said("{what}: there are {known}").format(what=what, known=known))
     if why := toolchain.lacks("Triton"):
-        _end([why])
+        _end([told(why)])
     failed: list[str] = []
     for pair in pairs:
         rows: list[versions.Tried] = []
@@ -924,8 +935,8 @@ def try_versions(
                         versions.save([row])
         except versions.NotInstalled as why:
             sentence = said("{pair} was not tried: {why}")
-            told = sentence.format(pair=versions.label(pair), why=retold(str(why), targets.UNTRIED, language()))
-            show.console.print(told, style="yellow")
+            line = sentence.format(pair=versions.label(pair), why=retold(str(why), targets.UNTRIED, language()))
+            show.console.print(line, style="yellow")
             if not which:
                 versions.save([versions.not_tried(pair, str(why))])
         except versions.Failed as why:
@@ -933,7 +944,7 @@ def try_versions(
         if rows:
             show.table(versions.label(pair), list(vars(rows[0])), (vars(row).values() for row in rows))
     if not which:
-        report.write()
+        _say_written(report.write())
     _end(failed)
 
 

@@ -156,7 +156,7 @@ def test_the_compiler_that_is_advised_is_the_courses():
     """Into this Python, and in the version that `course.py` installs."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["nvcc"]
     assert re.findall(r"'(.*?)'", toolchain.NVCC_PACKAGES) == [line.partition(";")[0] for line in extra]
-    assert f"{toolchain.PIP} {toolchain.NVCC_PACKAGES}" in toolchain.MEND["nvcc"]
+    assert f"{toolchain.PIP} {toolchain.NVCC_PACKAGES}" == toolchain.COMMANDS["nvcc"]
 
 
 def test_nvcc_is_not_enough(tmp_path, monkeypatch):

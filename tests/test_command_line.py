@@ -144,6 +144,34 @@ def test_check_says_where_a_lessons_own_code_fails(monkeypatch):
         assert "listed" in result.output
 
 
+def test_check_says_once_what_is_wrong(monkeypatch):
+    """A rung's wrong value, and what else is asked and wrong: words in the table, and a name at the end."""
+    ((name, right),) = discover("day2_triton_basics.lesson01_vector_add")
+    add = right.rungs[-1]
+
+    def off(x, y):
+        return add(x, y) + 1
+
+    def holds(rung):
+        raise AssertionError("3 of 5 wrong, the first at (0,): expected 1, got 2")
+
+    small = tuple(each for each in right.checks if not each.gib)[:3]
+    wrong = dataclasses.replace(
+        right, rungs=(off,), checks=small, passes={}, predicted=(), wrong=(), grad=None, properties=(holds,), claims={}
+    )
+    asked = cli.verify.questions
+    kinds = ("rung", "other-dtypes", "holds")
+    some = [lambda name, lesson: [q for q in asked(name, lesson) if q.kind in kinds]]
+    monkeypatch.setattr(cli.verify, "questions", *some)
+    monkeypatch.setattr(cli, "discover", lambda which="": iter([(name, wrong)]))
+    monkeypatch.setattr(show.console, "_width", 1000)
+    result = invoke(cli.app, ["check", name])
+    assert result.exit_code == 1
+    assert result.output.count("the first at") == 2, result.output
+    assert f"{name}-holds-off: WRONG" in result.output
+    assert f"{name}: checks failed: " in result.output
+
+
 @pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])
 def test_an_unknown_lesson_is_a_mistake(command):
     assert invoke(cli.app, [*command.split(), "lesson99"]).exit_code == 2
@@ -167,6 +195,33 @@ def test_count_is_of_cuda_lessons(monkeypatch):
     result = invoke(cli.app, ["count", "lesson05_softmax"])
     assert result.exit_code == 2
     assert "no CUDA C++ lesson matches 'lesson05_softmax'" in in_one_line(result.output)
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="CUDA C++ is emulated where there is no GPU")
+@pytest.mark.parametrize("command", ["compile lesson01_vector_add", "count 02_vector_add"])
+def test_what_a_command_writes_is_said_in_one_line(command, monkeypatch):
+    """The rows that change, and the pages; where nothing changes, nothing."""
+    monkeypatch.setattr(cli.toolchain, "lacks", lambda *pieces: "")
+    monkeypatch.setattr(cli.compiled, "compile_ahead", lambda names, targets: None)
+    monkeypatch.setattr(cli.compiled, "kernels", lambda name, targets: [])
+    monkeypatch.setattr(cli.sass, "broken_claims", lambda name, claimed, found: [])
+    monkeypatch.setattr(cli.counters, "traffic", lambda lesson: [])
+    monkeypatch.setattr(cli.counters, "rows", lambda found: [])
+    monkeypatch.setattr(cli.counters, "broken_counts", lambda name, lesson, found: [])
+    monkeypatch.setattr(show, "resources", lambda name, targets: None)
+    monkeypatch.setattr(show.console, "_width", 1000)
+    rows_, pages = ROOT / "reports" / "rows.csv", [ROOT / "reports" / f"{n}.md" for n in range(4)]
+    for saved, made, says in (
+        ([rows_], pages, ["wrote reports/rows.csv, reports/0.md, reports/1.md (and 2 more)"]),
+        ([], pages[:1], ["wrote reports/0.md"]),
+        ([], [], []),
+    ):
+        for save in ("save_compiled", "save_emulated"):
+            monkeypatch.setattr(report, save, lambda *given, saved=saved: saved)
+        monkeypatch.setattr(report, "write", lambda made=made: made)
+        result = invoke(cli.app, command.split())
+        assert result.exit_code == 0, result.output
+        assert [line for line in result.output.splitlines() if "wrote" in line] == says
 
 
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path):

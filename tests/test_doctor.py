@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from lessonkit.commands import doctor
 from lessonkit.commands.doctor import Machine, judge, needs, version
-from lessonkit.cuda.toolchain import KITTENS_TRIED
+from lessonkit.cuda.toolchain import COMMANDS, KITTENS_TRIED, MEND
+from lessonkit.judge.sentences import told
 
 import pytest
 
@@ -158,3 +159,20 @@ def test_what_each_day_can_do():
     assert "interpreted" in bare["Triton kernels"]
     nothing = {row["part"]: row["here"] for row in what_each_day_can_do(replace(NO_GPU, nvcc="", gxx=""), 0)}
     assert nothing["cuda_src/"].startswith("no:")
+
+
+@pytest.mark.parametrize("piece", MEND)
+def test_what_is_missing_is_said_in_the_readers_language(piece, monkeypatch):
+    """Raised in English, with the command as it is. Each line that a command shows goes through `told`."""
+    says = MEND[piece].format(command=COMMANDS.get(piece, ""))
+    assert told(says) == says
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    chinese = told(says)
+    assert chinese != says
+    assert chinese.endswith(COMMANDS.get(piece, ""))
+
+
+def test_a_gpu_that_is_missing_is_said_in_the_readers_language(monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    assert told("needs sm_90: TMA and wgmma") == "需要 sm_90：TMA 与 wgmma"
+    assert told("needs sm_90") == "需要 sm_90"

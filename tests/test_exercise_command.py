@@ -164,10 +164,15 @@ def test_watch_grades_each_save(answers, monkeypatch):
         (
             "mask = offsets < n",
             "mask = 0 <= offsets < n",
-            "multiple comparison is not supported in line 20: mask = 0 <=",
+            "error: your file:20: a block of shape (1024,) is no single truth value",
+        ),
+        (
+            "mask = offsets < n",
+            "mask = offsets < n\n    for _ in range(n):\n        break",
+            "unsupported AST node type: Break in line 22: break",
         ),
     ],
-    ids=["syntax", "name", "none", "crash", "endless", "memory", "objects", "forks", "compiler"],
+    ids=["syntax", "name", "none", "crash", "endless", "memory", "objects", "forks", "block", "compiler"],
 )
 def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     if says == "has not ended":  # grading the others takes 2 s of CPU, more where others work too

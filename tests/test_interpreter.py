@@ -1,11 +1,15 @@
 """What lessonkit mends and watches in Triton's interpreter."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 from lessonkit import DEVICE, device
-from lessonkit.base.errors import OutOfBounds
+from lessonkit.base.errors import BlockAsCondition, OutOfBounds
+from lessonkit.judge.sentences import told
 from lessonkit.modes.interpreter import watched
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -279,3 +283,75 @@ def test_undefined_integers_are_large_and_odd(dtype):
     with watched():
         undefined_kernel[(1,)](x, y, 3, OTHER=False, N=8)
     assert set(y[3:].tolist()) == {torch.iinfo(dtype).max}
+
+
+@triton.jit
+def truth_of(block):
+    return 1 if block else 0
+
+
+@triton.jit
+def truth_kernel(y_ptr, n, KIND: tl.constexpr, N: tl.constexpr):  # y [1]
+    i = tl.arange(0, N)
+    found = n
+    if KIND == "if":
+        if i < n:
+            found += 1
+    elif KIND == "while":
+        while i < n:
+            i += 1
+    elif KIND == "and":
+        found = tl.sum(((i > 0) and (i < n)).to(tl.int32))
+    elif KIND == "not":
+        found = tl.sum((not (i < n)) + i)
+    elif KIND == "min":
+        found = tl.sum(min(i, n))
+    elif KIND == "called":
+        found = truth_of(i < n)
+    tl.store(y_ptr, found)
+
+
+@pytest.mark.parametrize("inside", [watched, nullcontext])
+@pytest.mark.parametrize("kind", ["if", "while", "and", "not", "min", "called"])
+def test_a_block_is_no_truth_value(kind, inside, monkeypatch):
+    """To Triton's interpreter it is true. What is said names the line, in the reader's language."""
+    marks = {"if": "if i < n:", "while": "while i < n:", "called": "return 1 if block"}
+    code = Path(__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(code, 1) if text.strip().startswith(marks.get(kind, "found = tl.sum(")))
+    line += {"not": 2, "min": 4}.get(kind, 0)
+    with inside(), pytest.raises(BlockAsCondition) as raised:
+        truth_kernel[(1,)](torch.zeros(1, device=DEVICE), 4, KIND=kind, N=8)
+    says = str(raised.value)
+    assert says.startswith(f"tests/test_interpreter.py:{line}: a block of shape (8,) is no single truth value")
+    assert "tl.where" in says
+    assert "tl.max" in says
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    assert told(says).startswith(f"tests/test_interpreter.py:{line}: 形状为 (8,) 的块")
+
+
+def test_a_block_of_one_element_is_a_truth_value():
+    y = torch.zeros(1, device=DEVICE)
+    truth_kernel[(1,)](y, 4, KIND="if", N=1)
+    assert y.item() == 5
+
+
+@triton.jit
+def scalars_kernel(y_ptr, n, CHOSEN: tl.constexpr):  # y [1]
+    found = 0
+    if n > 3 and not (n == 5 or n == 6):
+        found += 1
+    if n < 0 or CHOSEN:
+        found += 10
+    while found < 100 and n > 0:
+        found += 20
+        n -= 1
+    tl.store(y_ptr, found + 1000 * min(n, 3) + (1 if CHOSEN else 0))
+
+
+@pytest.mark.parametrize("chosen", [True, 1, np.bool_(True), np.int64(3), tl.constexpr(1)])
+def test_scalars_are_truth_values(chosen):
+    y = torch.zeros(1, device=DEVICE)
+    scalars_kernel[(1,)](y, 7, CHOSEN=chosen)
+    assert y.item() == 11 + 5 * 20 + 1000 * 2 + 1
+    scalars_kernel[(1,)](y, 5, CHOSEN=False)
+    assert y.item() == 5 * 20

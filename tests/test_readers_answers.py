@@ -5,6 +5,7 @@ from itertools import combinations
 
 from lessonkit import device
 from lessonkit.exercise import compile_check, grade, source
+from lessonkit.judge.sentences import told
 
 import pytest
 
@@ -20,6 +21,7 @@ ZERO = "mask=mask, other=0.0"
 GELU = "\n\n@triton.jit\ndef gelu_kernel"
 GLOBAL = (GELU, f"\nHALF = 0.5\n{GELU}"), ("x * 0.5 * (1", "x * HALF * (1")
 CHAINED = ("mask = offsets < n", "mask = 0 <= offsets < n")
+IF_MASK = (f"x * y{MASK}", "x * y"), ("    tl.store(", "    if mask:\n        tl.store(")
 LOGARITHM = ("x - tl.log(tl.sum(tl.exp(x)))", "tl.log(tl.exp(x) / tl.sum(tl.exp(x)))")
 SQUARES = "tl.sum(centred * centred) / N"
 
@@ -32,7 +34,8 @@ ANSWERS = {
         ("the program's number is not multiplied by BLOCK", "unwritten",
          (f"= {OFFSETS}", f"= {OFFSETS.replace(' * BLOCK', '')}")),
         ("gradients exchanged", "gradient", ("mul(dz, y), mul(dz, x)", "mul(dz, x), mul(dz, y)")),
-        ("a chained comparison", "compiler", CHAINED),
+        ("a chained comparison", "error", CHAINED),
+        ("`if` on a block", "error", *IF_MASK),
     ],
     "day2_triton_basics.exercise02_bias_relu": [
         ("axes of the grid exchanged", "unwritten",
@@ -57,7 +60,7 @@ ANSWERS = {
         ("dy is not used", "gradient", ("dy * (cdf", "(cdf")),
         ("x is missing beside the density", "gradient", ("(cdf + x * pdf)", "(cdf + pdf)")),
         ("a global of the module", "compiler", *GLOBAL),
-        ("a global, and a chained comparison", "compiler", *GLOBAL, CHAINED),
+        ("a global, and a chained comparison", "error", *GLOBAL, CHAINED),
     ],
     "day2_triton_basics.exercise06_online_softmax": [
         ("no maximum", "nan", ("larger = tl.maximum(m, tl.max(x))", "larger = m * 0")),
@@ -106,6 +109,21 @@ def test_a_readers_answer_is_refused(name, caught_by, edits):
     if caught_by == "compiler":
         number = int(re.search(r" in line (\d+): ", verdict.why)[1])
         assert verdict.why.endswith(answer.splitlines()[number - 1].strip())
+
+
+@pytest.mark.parametrize("edits", [IF_MASK, (CHAINED,)], ids=["if", "chained"])
+def test_a_block_as_a_condition_is_explained(edits, monkeypatch):
+    """The learner reads which line asks it for a truth value and what to write, in English and in Chinese."""
+    exercise = named("day2_triton_basics.exercise01_mul")
+    answer = exercise.solution
+    for old, new in edits:
+        answer = answer.replace(old, new)
+    verdict = grade.grade(exercise, answer)
+    line = next(n for n, text in enumerate(answer.splitlines(), 1) if "if mask:" in text or "0 <= offsets" in text)
+    assert verdict.why.startswith(f"your file:{line}: a block of shape (1024,) is no single truth value"), verdict
+    assert "tl.where" in verdict.why
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    assert told(verdict.why).startswith(f"your file:{line}: 形状为 (1024,) 的块")
 
 
 @pytest.mark.parametrize("seed", range(5))

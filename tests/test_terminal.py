@@ -31,7 +31,9 @@ MISTAKES = [
     "check lesson99", "run day99", "trace lesson01_vector_add nope", "predict lesson01_vector_add nope x2", "path 3h",
     "quiz day9", "chip nonsense", "words nonsense", "depends nothing", "diff lesson01_vector_add a b", "fuzz nothing",
     "picture lesson01_env_check", "report nothing", "versions --torch 9", "exercise hint nope", "mutants day2",
-    "sanitize day2", "bench lesson01_vector_add",
+    "sanitize day2", "bench lesson01_vector_add", "trace lesson01_vector_add add_block 300",
+    "trace lesson01_vector_add add_block m=3", "trace lesson01_vector_add add_block n=0",
+    "trace 02_vector_add add_one", "sanitize day2 --shape x", "report final --operator nothing",
 ]  # fmt: skip
 NAMES = sorted(get_command(cli.app).commands) + [
     f"exercise {name}" for name in sorted(get_command(exercises.app).commands)
@@ -47,8 +49,8 @@ def terminal(request, tmp_path, monkeypatch):
     monkeypatch.setattr(course_run, "FILE", tmp_path / "run.json")
     monkeypatch.setattr(show.console, "_width", WIDTH)
     monkeypatch.setattr(cli.report, "write", list)
-    monkeypatch.setattr(cli.report, "save_compiled", lambda name: None)
-    monkeypatch.setattr(cli.report, "save_emulated", lambda name, lines: None)
+    monkeypatch.setattr(cli.report, "save_compiled", lambda name: [])
+    monkeypatch.setattr(cli.report, "save_emulated", lambda name, lines: [])
     cells = []
     table = show.table
 

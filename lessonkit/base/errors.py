@@ -29,6 +29,10 @@ class OutOfBounds(IndexError):
     """A program touched an address outside every tensor that its kernel was given."""
 
 
+class BlockAsCondition(TypeError):
+    """A kernel asks a block of several elements for one truth value, which the compiler for a GPU refuses."""
+
+
 class Rejected(AssertionError):
     """A wrong kernel, and the property that gave it away."""
 

@@ -161,7 +161,7 @@ def _gpu(m: Machine) -> Finding:
     """Is there a GPU? If it is not used: which of the usual four reasons is it?"""
     if not m.compiler:
         value, mend = said("unused: Triton has no compiler for this system"), said("use Linux or WSL2")
-        return Finding("GPU", value if m.smi else said("none"), not m.smi, MEND["Triton"], mend)
+        return Finding("GPU", value if m.smi else said("none"), not m.smi, said(MEND["Triton"]), mend)
     if m.gpu:
         free = said("{size} GB free").format(size=f"{m.gpu_free_gb:.0f}")
         value = f"{m.gpu}, sm_{m.capability}, {free}"

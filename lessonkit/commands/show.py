@@ -51,6 +51,8 @@ COMPILED = later(
     "per program; occ: occupancy, the share of an SM's warps; ld, st: bytes of the widest load and store of a thread"
 )
 LIMIT = later("limit: a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of 8192")
+# The kinds of questions that `checks` asks, each on all of its cases and dtypes.
+CHECKED = ("rung", "other-dtypes", "gradients", "gradients-in-other-dtypes")
 CUT = "…"  # behind a piece of a word that is longer than a line
 MODES = {
     "cuda": later("run on the GPU"),
@@ -210,7 +212,7 @@ def checks(lesson: Lesson) -> int:
 
 
 def questions(asked: Iterable[Question]) -> list[str]:
-    """Ask them in turn, print a line for each, and return those that are not answered well."""
+    """Ask them in turn, print a line for each, and return the names of those that are not answered well."""
     body, failed = [], []
     with Progress(console=console, transient=True) as progress:
         todo = list(asked)
@@ -220,11 +222,10 @@ def questions(asked: Iterable[Question]) -> list[str]:
             try:
                 answer = "ok", question.ask() or ""
             except LeftOut as why:
-                answer = said("left out"), str(why)
+                answer = said("left out"), told(str(why))
             except Exception as wrong:
-                words = raised(wrong)
-                answer = said("WRONG"), words
-                failed.append(f"{question}: {words}")
+                answer = said("WRONG"), raised(wrong)
+                failed.append(f"{question}: {said('WRONG')}")
             body.append([question.kind, question.subject, *answer])
     table(said("also asked"), [said("question"), said("of"), "", ""], body)
     return failed
@@ -233,7 +234,7 @@ def questions(asked: Iterable[Question]) -> list[str]:
 def raised(error: Exception) -> str:
     """What an error says: the kit's own words; of another error its type too, and the line of the course it is from."""
     if isinstance(error, AssertionError | Misdeclared | NotImplementedError):
-        return str(error)
+        return "\n".join(map(told, str(error).splitlines()))
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     course = [(path.relative_to(ROOT), line) for path, line in frames if path.is_relative_to(ROOT)]
     places = [f" ({path}:{line})" for path, line in course if path.parts[0] not in (".venv", "lessonkit")]
@@ -335,7 +336,7 @@ def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -
         try:
             found = compiled.kernels(name, targets)
         except Missing as missing:
-            return console.print(str(missing), style="yellow")
+            return console.print(told(str(missing)), style="yellow")
     columns = {
         said("rung"): "rung",
         "kernel": "kernel",
@@ -388,7 +389,7 @@ def steps(name: str, lesson: Steps) -> None:
         try:
             measured = step()
         except (Missing, Unsupported) as why:  # here, for want of a package or a compiler
-            console.print(f"  {said('left out')}: {why}", highlight=False)
+            console.print(f"  {said('left out')}: {told(str(why))}", highlight=False)
             continue
         if measured is not None and measured.rows:
             _step_table(measured.name, measured.rows)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lessonkit.base import device
 from lessonkit.base.errors import Missing
+from lessonkit.base.words import later
 
 USUAL = "/usr/local/cuda"
 PIP = f"{shlex.quote(sys.executable)} -m pip install"  # the shell's pip may be another Python's
@@ -27,14 +28,21 @@ KITTENS = (
     "git clone https://github.com/HazyResearch/ThunderKittens; "
     f"git -C ThunderKittens checkout {KITTENS_TRIED}; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"
 )
-MEND = {
-    "Triton": "Triton has no compiler for this system: right in values; not compiled here",
-    "nvcc": f"no nvcc, so CUDA C++ is not compiled for GPUs: {PIP} {NVCC_PACKAGES}",
-    "g++": "no g++, so CUDA C++ is neither compiled nor emulated: apt install g++ python3-dev",
-    "ninja": f"no ninja, so CUDA C++ is not built: {PIP} ninja",
-    "Python.h": "no Python.h, so CUDA C++ cannot become a Python module: apt install python3-dev",
-    "ThunderKittens": "no ThunderKittens in THUNDERKITTENS_ROOT: " + KITTENS,
-    "Hopper": "no Hopper GPU (sm_90): what is written on ThunderKittens runs on no other",
+MEND = {  # what is said of each piece that is missing; judge.sentences shows it in the reader's language
+    "Triton": later("Triton has no compiler for this system: right in values; not compiled here"),
+    "nvcc": later("no nvcc, so CUDA C++ is not compiled for GPUs: {command}"),
+    "g++": later("no g++, so CUDA C++ is neither compiled nor emulated: {command}"),
+    "ninja": later("no ninja, so CUDA C++ is not built: {command}"),
+    "Python.h": later("no Python.h, so CUDA C++ cannot become a Python module: {command}"),
+    "ThunderKittens": later("no ThunderKittens in THUNDERKITTENS_ROOT: {command}"),
+    "Hopper": later("no Hopper GPU (sm_90): what is written on ThunderKittens runs on no other"),
+}
+COMMANDS = {
+    "nvcc": f"{PIP} {NVCC_PACKAGES}",
+    "g++": "apt install g++ python3-dev",
+    "ninja": f"{PIP} ninja",
+    "Python.h": "apt install python3-dev",
+    "ThunderKittens": KITTENS,
 }
 
 
@@ -96,7 +104,8 @@ def lacks(*pieces: str) -> str:
         "ThunderKittens": find_kittens,
         "Hopper": lambda: device.capability() // 10 == 9,
     }
-    return next((MEND[piece] for piece in pieces if not found[piece]()), "")
+    missing = next((piece for piece in pieces if not found[piece]()), "")
+    return MEND[missing].format(command=COMMANDS.get(missing, "")) if missing else ""
 
 
 def need(*pieces: str) -> None:

@@ -21,6 +21,7 @@ from lessonkit.base.words import said
 from lessonkit.cuda import build as programs
 from lessonkit.cuda import toolchain
 from lessonkit.exercise.source import Source, build
+from lessonkit.judge.sentences import told
 from lessonkit.modes.compile_server import call_in_compiler
 from lessonkit.modes.compiled import compiling
 
@@ -111,7 +112,7 @@ def compile_answer(source: Source, answer: str, launches: Sequence[Launch], targ
         if not why:
             _compile_kernels(source, answer, launches, targets)
     if why:
-        return said("right in values, not compiled here: {why}").format(why=why)
+        return said("right in values, not compiled here: {why}").format(why=told(why))
     return said("compiled for {targets}").format(targets=_listed(targets))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import device
-from lessonkit.base.errors import BuildError, Fault, OutOfBounds, Rejected, Unsupported
+from lessonkit.base.errors import BlockAsCondition, BuildError, Fault, OutOfBounds, Rejected, Unsupported
 from lessonkit.base.words import listed, said
 from lessonkit.exercise import Exercise, compile_check
 from lessonkit.exercise.source import Source, build
@@ -245,6 +245,8 @@ def _in_words(property_: str) -> Iterator[None]:
         raise
     except OutOfBounds as error:
         raise Rejected("out of bounds", str(error)) from error
+    except BlockAsCondition as error:
+        raise Rejected("error", str(error)) from error
     except Fault as fault:
         raise Rejected(fault.kind, str(fault)) from fault
     except BuildError as error:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
-from lessonkit.base.errors import Fault, Misdeclared, OutOfBounds, Rejected, Unsupported
+from lessonkit.base.errors import BlockAsCondition, Fault, Misdeclared, OutOfBounds, Rejected, Unsupported
 from lessonkit.base.traffic import Traffic
 from lessonkit.judge import rounding
 from lessonkit.lesson import Case, Lesson, Rung, Shape, budget_of, is_stepwise, shape_name, suits
@@ -381,6 +381,8 @@ def _watched(poison: int = 0) -> Iterator[Traffic]:
                 finish()
     except OutOfBounds as error:
         raise Rejected("out of bounds", str(error)) from error
+    except BlockAsCondition as error:
+        raise Rejected("error", str(error)) from error
     except Fault as fault:
         raise Rejected(fault.kind, str(fault)) from fault
     except RuntimeError as error:

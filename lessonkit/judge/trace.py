@@ -79,9 +79,11 @@ def shape(lesson: Lesson, words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
-            raise ValueError(f"{word!r}: write NAME=VALUE, with a name of {', '.join(takes)}")
+            words_ = said("{word}: write NAME=VALUE, with a name of {names}")
+            raise ValueError(words_.format(word=repr(word), names=", ".join(takes)))
         if name not in takes:
-            raise ValueError(f"the inputs of this lesson take no {name!r}; they take {', '.join(takes)}")
+            words_ = said("the inputs of this lesson take no {name}; they take {names}")
+            raise ValueError(words_.format(name=repr(name), names=", ".join(takes)))
         try:
             given[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -95,8 +97,8 @@ def shape(lesson: Lesson, words: Iterable[str]) -> dict[str, Any]:
     smallest: Shape = min(fit, key=order, default={})
     for name, value in given.items():
         if type((usual | dict(smallest))[name]) is int and type(value) is not int:
-            words = said("{given} is no size: write a whole number")
-            raise ValueError(words.format(given=f"{name}={value!r}"))
+            words_ = said("{given} is no size: write a whole number")
+            raise ValueError(words_.format(given=f"{name}={value!r}"))
     return dict(smallest) | given
 
 
@@ -106,17 +108,21 @@ def trace(lesson: Lesson, run: Rung, at: dict[str, Any]) -> list[Step]:
     Raises ValueError where the inputs do not fit the lesson, are too large, or the rung has no Triton kernel.
     """
     if lesson.extension:
-        raise ValueError("its kernels are CUDA C++, and only Triton's can be traced: `count` shows their accesses")
+        raise ValueError(
+            said("its kernels are CUDA C++, and only Triton's can be traced: `count` shows their accesses")
+        )
     torch.manual_seed(0)
     try:
         args = lesson.inputs(dtype=lesson.bench_dtype, **at)
     except (TypeError, ValueError, RuntimeError) as why:
-        raise ValueError(f"the inputs cannot be made from {at}: {why}") from None
+        words = said("the inputs cannot be made from {sizes}: {why}")
+        raise ValueError(words.format(sizes=at, why=why)) from None
     steps: list[Step] = []
 
     def observe(access: Access) -> None:
         if len(steps) == MOST:
-            raise TooLong(f"{run.__name__} makes more than {MOST} accesses at {at}: choose a smaller shape")
+            words = said("{rung} makes more than {most} accesses at {sizes}: choose a smaller shape")
+            raise TooLong(words.format(rung=run.__name__, most=MOST, sizes=at))
         steps.append(_step(access))
 
     try:
@@ -132,7 +138,8 @@ def trace(lesson: Lesson, run: Rung, at: dict[str, Any]) -> list[Step]:
             raise
         raise ValueError(str(cause)) from None
     if not steps:
-        raise ValueError(f"{run.__name__} runs no Triton kernel on {at} here: there is nothing to trace")
+        words = said("{rung} runs no Triton kernel on {sizes} here: there is nothing to trace")
+        raise ValueError(words.format(rung=run.__name__, sizes=at))
     return steps
 
 

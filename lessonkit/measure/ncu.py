@@ -64,9 +64,12 @@ SECONDS, RUNG_SECONDS = 240, 40  # a hung kernel must not hang the command: the 
 def lacks() -> str:
     """The one line that says why nothing can be counted here, or an empty string."""
     if not device.HAS_GPU:
-        return "No GPU was found, so there is nothing that ncu could count: python -m lessonkit count emulates."
+        words = said("No GPU was found, so there is nothing that ncu could count: {command} emulates.")
+        return words.format(command="python -m lessonkit count")
     if not toolchain.find_tool("ncu"):
-        return "no ncu, so the GPU's counters cannot be read: install Nsight Compute (it comes with the CUDA toolkit)"
+        return said(
+            "no ncu, so the GPU's counters cannot be read: install Nsight Compute (it comes with the CUDA toolkit)"
+        )
     return toolchain.lacks("nvcc", "g++", "Python.h", "ninja")
 
 

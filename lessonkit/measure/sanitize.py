@@ -190,9 +190,9 @@ def lacks(tool: str) -> str:
     if not device.HAS_GPU:
         return said("No GPU was found: the sanitizers watch kernels that run. `check` watches addresses without one.")
     if tool in INSTRUMENTED:
-        return "" if tool in instrumented() else f"this Triton has no {tool}"
+        return "" if tool in instrumented() else said("this Triton has no {tool}").format(tool=tool)
     if not toolchain.find_tool("compute-sanitizer"):
-        return "no compute-sanitizer: it comes with the CUDA toolkit; put its folder on PATH"
+        return said("no compute-sanitizer: it comes with the CUDA toolkit; put its folder on PATH")
     return ""
 
 
@@ -234,7 +234,8 @@ def shape_of(words: str) -> dict[str, Any]:
     for word in words.split():
         name, _, value = word.partition("=")
         if not (name.isidentifier() and value):
-            raise ValueError(f"shape: {word!r} is no size: write NAME=VALUE, as in 'B=1 S=384 causal=True'")
+            words_ = said("shape: {word} is no size: write NAME=VALUE, as in {example}")
+            raise ValueError(words_.format(word=repr(word), example="'B=1 S=384 causal=True'"))
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):  # a name of a layout

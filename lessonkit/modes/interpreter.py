@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.device import INTERPRETED
-from lessonkit.base.errors import OutOfBounds
+from lessonkit.base.errors import BlockAsCondition, OutOfBounds
+from lessonkit.base.files import ROOT
 from lessonkit.base.traffic import Traffic, watching
 
 import numpy as np
@@ -225,7 +226,6 @@ def watched(observe: Callable[[Access], None] | None = None, *, poison: int = 0)
         return
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
-    from triton.runtime.errors import InterpreterError
 
     watch = _Watch(interpreter._interpreter, traffic, observe, poison=poison)
     launch = interpreter.GridExecutor.__call__
@@ -235,15 +235,7 @@ def watched(observe: Callable[[Access], None] | None = None, *, poison: int = 0)
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         addressed = {k: a for k, a in given.items() if hasattr(a, "data_ptr") or hasattr(a, "block_shape")}
         watch.begin({k: getattr(a, "base", a) for k, a in addressed.items()})
-        try:
-            return launch(self, *args, **kwargs)
-        except InterpreterError as error:
-            cause: BaseException | None = error
-            while isinstance(cause, InterpreterError):  # one for each function between the kernel and the access
-                cause = cause.__cause__
-            if isinstance(cause, OutOfBounds):
-                raise cause from None
-            raise
+        return launch(self, *args, **kwargs)
 
     builder, convert = interpreter.interpreter_builder, interpreter._implicit_cvt
     accesses = {name: getattr(builder, name) for name in POINTER}
@@ -276,6 +268,59 @@ def _narrow(values: Any) -> Any:
     """float32 -> bfloat16 bits, rounded to nearest even as the GPU does."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     return torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy().reshape(values.shape)
+
+
+def mend_errors() -> None:
+    """Let a launch raise what this module finds in a kernel, and not Triton's error that wraps it."""
+    from triton.runtime import interpreter
+    from triton.runtime.errors import InterpreterError
+
+    launch = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return launch(self, *args, **kwargs)
+        except InterpreterError as error:
+            cause: BaseException | None = error
+            while isinstance(cause, InterpreterError):  # one for each function between the kernel and the mistake
+                cause = cause.__cause__
+            if isinstance(cause, OutOfBounds | BlockAsCondition):
+                raise cause from None
+            raise
+
+    interpreter.GridExecutor.__call__ = call
+
+
+def mend_conditions() -> None:
+    """Refuse a block of several elements where Python asks for one truth value: `if block`, `a and b`, `min(a, b)`.
+
+    To the interpreter each such block is true (Triton 3.6.0 and 3.7.1). A compiler refuses `if`, and for the others
+    works element by element.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def truth(self: Any) -> bool:
+        data = self.handle.data
+        if data.size == 1:
+            return bool(data)
+        if sys._getframe(1).f_code.co_filename.startswith(OWN[0]):  # Triton's `if other`: whether there is one
+            return True
+        file, line = _line()
+        place = Path(file)
+        place = place.relative_to(ROOT) if place.is_relative_to(ROOT) else place
+        raise BlockAsCondition(
+            f"{place}:{line}: a block of shape {data.shape} is no single truth value, which if, while, and, or, not, "
+            "min and max need. Choose for each element with tl.where, join masks with &, | and ~, compare with "
+            "tl.minimum and tl.maximum, or reduce the block to one value with tl.max"
+        )
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__bool__", truth)
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def mend_bfloat16() -> None:
@@ -524,6 +569,8 @@ def mend_operators() -> None:
 
 
 if INTERPRETED:
+    mend_errors()
+    mend_conditions()
     mend_bfloat16()
     mend_float8()
     mend_masks()

@@ -50,10 +50,12 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     """
     found, today = contests(folder), today or Today(kernels())
     if not found:
-        raise ValueError(f"no rows in {folder}: `python -m lessonkit bench` writes them on a GPU")
+        words_ = said("no rows in {folder}: `python -m lessonkit bench` writes them on a GPU")
+        raise ValueError(words_.format(folder=folder))
     by = {c.name: c for c in found}
     if chosen and chosen not in by:
-        raise ValueError(f"no rows of {chosen!r}; there are {', '.join(by)}")
+        words_ = said("no rows of {operator}; there are {known}")
+        raise ValueError(words_.format(operator=repr(chosen), known=", ".join(by)))
     name = chosen or next((op for op in ("attention", "matmul", "softmax") if op in by), found[0].name)
     story = {c.name: c for c in contests(folder, PYTHON)}.get(name, by[name])
     every_ladder = operator_pages.ladders(folder)

@@ -112,13 +112,15 @@ def _file_of(lesson: str, table: str, kind: str = "csv") -> str:
     return f"{lesson}.{table.replace(' ', '_')}.{kind}"
 
 
-def save_compiled(name: str) -> Path:
-    """Keep the compiled rows of a lesson, or of course_ops; their head says which rungs a target does not get."""
+def save_compiled(name: str) -> list[Path]:
+    """Keep the compiled rows of a lesson, or of course_ops; their head says which rungs a target does not get.
+
+    Returns the file if it changes, as do save_emulated and write.
+    """
     path = REPORTS / "compiled" / f"{name}.csv"
     unfit = [[u.rung, u.target, u.why] for u in compiled.unfit(name)]
     about = compiled_by(name) | ({"unfit": unfit} if unfit else {})
-    write_atomically(path, with_head(about, to_csv(asdict(k) for k in compiled.kernels(name))))
-    return path
+    return _written({path: with_head(about, to_csv(asdict(k) for k in compiled.kernels(name)))})
 
 
 def compiled_by(name: str) -> dict[str, Any]:
@@ -136,12 +138,11 @@ def compiled_by(name: str) -> dict[str, Any]:
     return {"triton": triton.__version__, "source": source}
 
 
-def save_emulated(name: str, found: list[dict[str, Any]]) -> Path:
+def save_emulated(name: str, found: list[dict[str, Any]]) -> list[Path]:
     """Keep the rows of a program (counters.rows)."""
     path = REPORTS / "emulated" / f"{name}.csv"
     about = {"emulator": fingerprint.folder(build.EMULATOR), "source": fingerprint.program(ROOT, name)}
-    write_atomically(path, with_head(about, to_csv(found)))
-    return path
+    return _written({path: with_head(about, to_csv(found))})
 
 
 def generate() -> dict[Path, str | Picture]:
@@ -231,7 +232,11 @@ def _relinked(made: dict[Path, str | Picture]) -> dict[Path, str | Picture]:
 
 def write() -> list[Path]:
     """Bring every generated file up to date; return those that changed."""
-    changed = {path: content for path, content in generate().items() if not same(path, content)}
+    return _written(generate())
+
+
+def _written(files: Mapping[Path, str | Picture]) -> list[Path]:
+    changed = {path: content for path, content in files.items() if not same(path, content)}
     for path, content in changed.items():
         write_atomically(path, content.png() if isinstance(content, Picture) else content)
     return list(changed)

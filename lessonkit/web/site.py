@@ -190,7 +190,8 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
     Raises Missing if Sphinx or its theme is not installed.
     """
     if wanting := lacking():
-        raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
+        words = said("the web edition needs {packages}: {command}, or `python course.py web`")
+        raise Missing(words.format(packages=", ".join(wanting), command="pip install -e '.[web]'"))
     need_private(CACHE)
     only = frozenset(only)
     work = _sources_of(only)
