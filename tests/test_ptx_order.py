@@ -1,14 +1,16 @@
 """What the arguments in sanitize.toml say of PTX and machine code is so: barriers, and how memory is written."""
 
 import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 
 from lessonkit import DEVICE
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.cuda import sass
-from lessonkit.measure import sanitize
+from lessonkit.measure import operator_cases, sanitize
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
@@ -17,25 +19,29 @@ import torch
 
 from tests import ptx_order
 
-LESSONS = (
+WITHOUT_MAILBOX = (
+    "day3_matmul_tk.lesson02_matmul_persistent",
     "day3_matmul_tk.lesson09_matmul_hopper",
     "day3_matmul_tk.lesson10_matmul_small_outputs",
     "day3_matmul_tk.lesson11_matmul_fp8_hopper",
     "day3_matmul_tk.lesson12_matmul_fp8_blocks",
-    "day4_replace_op.lesson08_flash_hopper",
-    "day4_replace_op.lesson09_flash_hopper_backward",
 )
+FORWARD, BACKWARD = "day4_replace_op.lesson08_flash_hopper", "day4_replace_op.lesson09_flash_hopper_backward"
+WITH_MAILBOX = (FORWARD, BACKWARD, compiled.COURSE_OPS, f"{compiled.COURSE_OPS}.attention backward")
 
 
 # ---- In the process that compiles ----------------------------------------------------------------------------------
 
 
 def kernels(name: str, rungs: list[str]) -> list[tuple[str, str, list[int]]]:
-    """Of each kernel with partitions at each timed shape: rung and name, PTX, warps of the partitions."""
+    """Of each kernel with partitions at each timed shape: rung and name, PTX, warps of the partitions.
+
+    name: a lesson, course_ops, or an operator and its direction: then at each case that the sanitizers watch.
+    """
     found = []
-    with compiled.compiling(90) as made:
-        for rung, without, launches in compiled._calls(name, 90, rungs):
-            for launch in () if without else launches:
+    with compiled.compiling(90) as made, import_module("course_ops.testing").launchers():
+        for rung, launches in _launches(name, rungs):
+            for launch in launches:
                 made.clear()
                 with suppress(Unsupported):  # a rung need not take every timed shape
                     launch()
@@ -45,6 +51,17 @@ def kernels(name: str, rungs: list[str]) -> list[tuple[str, str, list[int]]]:
                         own = re.findall(r'"ttg.num-warps" = (\d+)', each.asm["ttgir"])
                         found.append((f"{rung} {kernel}", each.asm["ptx"], list(map(int, own + parts))))
     return found
+
+
+def _launches(name: str, rungs: list[str]) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+    operator, _, direction = name.partition(" ")
+    if not direction:
+        yield from ((rung, launches) for rung, without, launches in compiled._calls(name, 90, rungs) if not without)
+        return
+    (lesson,) = (each for _, each in operator_cases.lessons(operator) if each.rungs[0].__name__ == direction)
+    for case in operator_cases.chosen(operator, direction, large=False):
+        given = lesson.inputs(dtype=getattr(torch, case.dtype), **case.shape)
+        yield str(case), [partial(lesson.rungs[0], *given)]
 
 
 def verdicts(name: str) -> list[tuple[str, int, list[str]]]:
@@ -83,13 +100,22 @@ def of_tma() -> list[str]:
     return found
 
 
+def of_split() -> str:
+    """PTX of the kernel whose warps look twice for the other parts' words."""
+    module = import_module("course_ops.kernels.rms_norm")
+    x, w = (torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((4, 131072), (131072,)))
+    with compiled.compiling(90) as made:
+        module.rms_norm_split(x, w, 1e-5)
+        return made["rms_norm_split_kernel"].asm["ptx"]
+
+
 # ---- The tests -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def scheduler() -> tuple[str, list[int]]:
     """PTX and warps of the rung that deals tiles out through a mailbox."""
-    (_, ptx, warps), *_ = call_in_compiler("tests.test_ptx_order", "kernels", LESSONS[4], ["persistent_scheduler"])
+    (_, ptx, warps), *_ = call_in_compiler("tests.test_ptx_order", "kernels", FORWARD, ["persistent_scheduler"])
     return ptx, warps
 
 
@@ -122,14 +148,14 @@ def test_each_barrier_of_all_warps_is_needed(scheduler):
 
 @pytest.mark.night
 @pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py")
-@pytest.mark.parametrize("name", [*LESSONS, compiled.COURSE_OPS])
+@pytest.mark.parametrize("name", [*WITHOUT_MAILBOX, *WITH_MAILBOX])
 def test_no_kernel_breaks_a_rule(name):
     found = call_in_compiler("tests.test_ptx_order", "verdicts", name)
     assert found
     assert not [each for each in found if each[2]]
     mailboxes = {kernel.split()[-1]: count for kernel, count, _ in found if count}
     assert set(mailboxes.values()) <= {6, 8}, "two consumers or three, one producer"
-    assert bool(mailboxes) == (name in (*LESSONS[4:], compiled.COURSE_OPS))
+    assert bool(mailboxes) == (name in WITH_MAILBOX)
 
 
 @pytest.mark.parametrize("rung", ["tma_device", "warp_specialized"])
@@ -160,10 +186,13 @@ def test_what_is_copied_to_rows_of_any_length_left_by_tma_alone():
 
 def test_every_argued_race_is_of_a_kernel_that_is_read_here():
     """An argument that names barriers is true as long as they are there."""
-    texts = [path.read_text() for name in LESSONS for path in _files(name)]
+    texts = [path.read_text() for name in (*WITHOUT_MAILBOX, FORWARD, BACKWARD) for path in _files(name)]
+    texts += [path.read_text() for path in (ROOT / "course_ops/kernels").glob("*.py")]
     argued = [kernel for entry in sanitize.argued() if entry.tool == "racecheck" for kernel in entry.kernels]
     assert argued
     for kernel in argued:
+        if kernel.startswith("nvjet_"):  # cuBLAS's
+            continue
         assert any(f"def {kernel}(" in text for text in texts), kernel
 
 
@@ -172,3 +201,12 @@ def _files(lesson: str) -> list:
     file = ROOT / day / f"{name}.py"
     folders = set(re.findall(rf"{day}\.(\w+)\.", file.read_text()))
     return [file, *(path for folder in folders for path in (ROOT / day / folder).glob("*.py"))]
+
+
+def test_the_words_of_other_parts_are_read_again_behind_a_barrier():
+    """racecheck reports the flags that say whether all words are there: two warps store a row's, at different times."""
+    ptx = call_in_compiler("tests.test_ptx_order", "of_split")
+    seen = re.findall(r"^\s*(?:@!?%p\d+ )?(bar\.sync|ld\.volatile\.global|(?:st|ld)\.shared|bra)", ptx, re.MULTILINE)
+    assert seen.count("ld.volatile.global") == 3, "the first look, in the loop, and behind it"
+    again = len(seen) - 1 - seen[::-1].index("ld.volatile.global")
+    assert seen[again - 2 : again + 2] == ["bra", "bar.sync", "ld.volatile.global", "st.shared"]

@@ -56,7 +56,15 @@ ALL = (*TOOLS, *INSTRUMENTED)
 # What a report of each tool begins with, after "Error: " or "Warning: ". Anything else that a tool says is no report.
 BEGINNINGS = (
     *("Invalid __", "Misaligned", "Address ", "Race reported", "Potential ", "Uninitialized ", "Barrier error"),
-    *("Invalid arguments", "Program hit", "Leaked ", "Malloc/Free error", "Unused memory", "Stack overflow"),
+    *(
+        "Invalid arguments",
+        "Program hit",
+        "Leaked ",
+        "Malloc/Free error",
+        "Unused memory",
+        "Stack overflow",
+        "Host API ",
+    ),
 )
 _HEAD = re.compile(rf"^=+ (?:Error: |ERROR: |Warning: |WARNING: )?((?:{'|'.join(BEGINNINGS)}).*)$")
 _MORE = re.compile(r"^=+ {2,}(\S.*)$")
@@ -64,6 +72,9 @@ _MORE = re.compile(r"^=+ {2,}(\S.*)$")
 _AT = re.compile(
     r"\bat (?:0x[0-9a-f]+ in [^\s:]+:\d+:(?P<before>.+)|(?P<now>.+?)\+0x[0-9a-f]+(?: in (?P<file>.*):(?P<line>\d+))?$)"
 )
+# `Host API memory access error at host access to 0x7f00 of size 35,632 bytes`, then who accessed it: cudaMemcpy
+_API = re.compile(r"\bon access by (\w+)")
+_OF_ONE_RUN = re.compile(r" to 0x[0-9a-f]+ of size [\d,]+ bytes")
 _SUMMARY = re.compile(r"^=+ (?:[A-Z]+ )?SUMMARY: (\d+)", re.MULTILINE)
 _ASSERTION = re.compile(r"^(\S+?):\d+: (\S+?): block: .* Assertion `(.*)` failed\.?$", re.MULTILINE)
 
@@ -100,7 +111,12 @@ class Argued:
     def covers(self, report: Report, lesson: str = "") -> bool:
         ours = report.tool == self.tool and report.kernel in self.kernels and lesson in (self.lessons or (lesson,))
         accesses = re.split(r"^Race reported between | and (?=(?:Read|Write) access)", report.what)
-        return ours and all(any(words in each for words in self.reports) for each in accesses if each)
+        return ours and all(any(_names(words, each) for words in self.reports) for each in accesses if each)
+
+
+def _names(words: str, access: str) -> bool:
+    """Whether the words are of this access. A bare "Write access" names only one without a line of the course."""
+    return words == access if words in ("Read access", "Write access") else words in access
 
 
 def argued(path: Path = ARGUED) -> list[Argued]:
@@ -161,6 +177,8 @@ def _report(tool: str, block: Sequence[str]) -> Report:
     parts = [line for i, line in enumerate(block) if not i or re.match(r"and (Read|Write) access", line)]
     text = " ".join(re.sub(r"\s*\[\d+ hazards?\]|\s*\[\d+\]$", "", line) for line in parts)
     text = " ".join(_AT.sub(_code, line) for line in re.split(r"(?= and (?:Read|Write) access)", text))
+    if api := next(filter(None, map(_API.search, block)), None):
+        return Report(tool, api[1], _OF_ONE_RUN.sub("", text))
     return Report(tool, _kernel((where["now"] or where["before"]) if where else ""), " ".join(text.split()))
 
 
