@@ -20,6 +20,7 @@ the repository  repo rooms shared_files
 
 import fcntl
 import os
+import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache
@@ -145,14 +146,27 @@ def matching(pattern):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test that has to be alone waits for the others, which wait for it: a lock that they share and it has."""
+    """A test that has to be alone waits for the others, which wait for it: a lock that they share and it has.
+
+    Of many workers one comes to such tests early. It lets the others pass by for some time, since all would wait.
+    """
     folder = item.config.rootpath / ".pytest_cache"
     folder.mkdir(exist_ok=True)
+    alone = bool(item.get_closest_marker("alone"))
+    until = time.monotonic() + 4 * max(0, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - 2)
     with ExitStack() as held:
         door, room = (held.enter_context((folder / f"{name}.lock").open("w")) for name in ("door", "room"))
-        fcntl.flock(door, fcntl.LOCK_EX)  # who waits for the room keeps the door, so that nobody passes by
-        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
+        mine = False
+        while alone and not mine and time.monotonic() < until:
+            try:
+                fcntl.flock(room, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine = True
+            except BlockingIOError:
+                time.sleep(0.05)
+        if not mine:
+            fcntl.flock(door, fcntl.LOCK_EX)  # who waits for the room keeps the door, so that nobody passes by
+            fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            fcntl.flock(door, fcntl.LOCK_UN)
         return (yield)
 
 
