@@ -237,7 +237,7 @@ def launch_timed_by_the_host_clock():
 # The answers: the interpreter counts all 64, because it runs one program after another. A GPU counts fewer than
 # 65,536. How many depends on which programs read the same value at the same time.
 LESSON = Steps(
-    about=About(teaches="errors around a kernel, which a passing run does not show", hours=0.5, star=True),
+    about=About(teaches="errors around a kernel, which a passing run does not show", hours=0.75, star=True),
     steps=(
         kernel_writes_into_a_copy,
         wrapper_changes_its_input,
