@@ -4,6 +4,7 @@ import dataclasses
 
 from lessonkit import DEVICE, Lesson, Work, budget, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
+from lessonkit.commands import show
 from lessonkit.judge import check, products, verify
 from lessonkit.lesson import Grad
 
@@ -210,12 +211,14 @@ def one_column_and_where_to_go(x):
     raise Unsupported("rows of more than one column: course_ops.softmax takes every length")
 
 
-def test_the_last_rung_says_which_operator_takes_what_it_refuses():
+def test_the_last_rung_says_which_operator_takes_what_it_refuses(capsys):
     asked = dataclasses.replace(LESSON, rungs=(one_column, right))
     with pytest.raises(verify.LeftOut, match="more than one column"):  # it is not the last rung
         verify.right("", asked, one_column)
     with pytest.raises(AssertionError, match="the last rung refuses, and names no operator: rows of more"):
         verify.right("", dataclasses.replace(LESSON, rungs=(one_column,)), one_column)
+    assert show.checks(dataclasses.replace(LESSON, rungs=(one_column,))) == 1, "the command says so too"
+    assert "names no operator" in capsys.readouterr().out
     with pytest.raises(verify.LeftOut, match="softmax takes every length"):
         verify.right("", dataclasses.replace(LESSON, rungs=(one_column_and_where_to_go,)), one_column_and_where_to_go)
 

@@ -17,7 +17,7 @@ from lessonkit.base.prose import columns as columns_of
 from lessonkit.base.words import language, later, listed, said
 from lessonkit.judge import counters
 from lessonkit.judge.sentences import told
-from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
+from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, refused_without_advice, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
 from lessonkit.measure.rows import MACHINE
@@ -186,6 +186,8 @@ def checks(lesson: Lesson) -> int:
         task = progress.add_task(said("checking"), total=len(lesson.rungs))
         for rung in lesson.rungs:
             found = rung_checks(lesson, rung)
+            if advice := refused_without_advice(lesson, rung, found):
+                found.wrong.append(advice)
             failures += len(found.wrong)
             least = f"{found.moved:.2f}" if found.moved else ""
             predicted = f"{lesson.passes[rung]:.2f}" if found.moved and rung in lesson.passes else ""

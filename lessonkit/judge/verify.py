@@ -218,11 +218,19 @@ def right_in_other_dtypes(name: str, lesson: Lesson, rung: Rung) -> None:
 def _right_on_small_cases(lesson: Lesson, rung: Rung, dtypes: Dtypes) -> Checked:
     found = rung_checks(lesson, rung, small(lesson.checks), dtypes)
     assert not found.wrong, "\n".join(found.wrong)
-    lost = [words for words in found.refused if not _names_operator(words)]
-    assert rung is not lesson.rungs[-1] or not lost, f"the last rung refuses, and names no operator: {'; '.join(lost)}"
+    lost = refused_without_advice(lesson, rung, found)
+    assert not lost, lost
     if not found.passed:
         raise LeftOut("; ".join(found.left_out | found.refused))
     return found
+
+
+def refused_without_advice(lesson: Lesson, rung: Rung, found: Checked) -> str:
+    """What is wrong if the last rung refuses a case and does not say which operator takes it; or an empty string."""
+    lost = [words for words in found.refused if not _names_operator(words)]
+    if rung is not lesson.rungs[-1] or not lost:
+        return ""
+    return f"the last rung refuses, and names no operator: {'; '.join(lost)}"
 
 
 def _names_operator(words: str) -> bool:
