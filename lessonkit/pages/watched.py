@@ -25,7 +25,8 @@ WATCHES = {  # what a column is of; Day 5's lesson on sanitizers shows each
     "iisan": later("Triton's own: the innermost coordinate of a TMA copy has to be a multiple of 16 bytes"),
     coverage.NEIGHBOUR: later("no sanitizer: kernels with mbarriers, with loops that wait for other programs or with "
                               "early launches are repeated while another process uses the GPU; their answers have to "
-                              "stay the same"),
+                              "stay the same. Those of lesson02_matmul_persistent's `warp_specialized` do not: a fault "
+                              "of Triton, which day 5's lesson04_neighbours explains"),
 }  # fmt: skip
 ARGUED, UNARGUED = later("n argued"), later("**n not argued**")
 CELLS = {  # what a cell says
