@@ -239,7 +239,7 @@ def without_a_gpu(monkeypatch, measure=None, ms=lambda name: 1):
     monkeypatch.setattr(timing, "measure", measure or made_up)
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14)))
-    monkeypatch.setattr(bench, "_versions", lambda name, label: "")
+    monkeypatch.setattr(bench, "_versions", lambda *_: "")
     monkeypatch.setattr(bench.fingerprint, "contender", lambda *named, peer=False: "a.b.c")
     monkeypatch.setattr(bench.launches, "marks", lambda name, wanted: ["triton-1=0"] * len(wanted))
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from lessonkit.__main__ import app
@@ -124,8 +125,17 @@ def test_peers_whose_version_a_column_names_come_from_no_other_package():
     unsaid = {(row.lesson, row.rung) for row in found if row.kind == "peer" and not row.peer_version}
     for lesson, peer in unsaid:
         if peer.startswith(rows.OWN_VERSION):
-            others = fingerprint.packages(ROOT, lesson, peer) - sys.stdlib_module_names - {"torch", "triton"}
+            function = import_module(lesson).LESSON.peers[peer]
+            others = fingerprint.packages(ROOT, lesson, peer, function) - sys.stdlib_module_names - {"torch", "triton"}
             assert not others, f"{lesson}: {peer}"
+
+
+def test_a_peer_has_the_version_of_its_own_package():
+    """A comprehension makes all peers of decoding; one is FlashAttention's."""
+    name = "day4_replace_op.lesson10_flash_decoding"
+    peers = import_module(name).LESSON.peers
+    of = {label: "flash_attn" in fingerprint.packages(ROOT, name, label, peer) for label, peer in peers.items()}
+    assert of == {"SDPA flash": False, "SDPA cuDNN": False, "FA4": True}
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -204,7 +204,7 @@ def _rows(
                 percent_of_limit=round(100 * floor / t.p50, 1),
                 ratio_to_best_peer=round(min(peers) / t.p50, 3) if peers else 0.0,
                 source=_source(name, label, kinds[label]),
-                peer_version=_versions(name, label) if kinds[label] == "peer" else "",
+                peer_version=_versions(name, label, lesson.peers[label]) if kinds[label] == "peer" else "",
                 **machine,
             )
         )
@@ -241,8 +241,8 @@ def _source(name: str, label: str, kind: str) -> str:
     return "" if kind == "limit" else fingerprint.contender(ROOT, name, label, peer=kind == "peer")
 
 
-def _versions(name: str, label: str) -> str:
+def _versions(name: str, label: str, peer: Rung) -> str:
     """`quack-kernels 0.6.5`: the packages that a peer comes from; those of the course have columns of their own."""
     found = metadata.packages_distributions()
-    known = {d for package in fingerprint.packages(ROOT, name, label) for d in found.get(package, [])}
+    known = {d for package in fingerprint.packages(ROOT, name, label, peer) for d in found.get(package, [])}
     return ", ".join(f"{d} {metadata.version(d)}" for d in sorted(known - {"torch", "triton"}))

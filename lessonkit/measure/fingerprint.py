@@ -8,10 +8,12 @@ Comments, docstrings and the layout of C++ do not count either. Any folder can b
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 from lessonkit.base import cpp_text
 
@@ -311,9 +313,19 @@ def _given(root: Path, lesson: str) -> dict[str, "_Walk"]:
     return walks
 
 
-def packages(root: Path, lesson: str, label: str) -> set[str]:
-    """The names of packages outside the repository that a peer imports: {"quack"}."""
-    return _contender(root, lesson, label, peer=True).outside
+def packages(root: Path, lesson: str, label: str, peer: Callable[..., Any]) -> set[str]:
+    """The names of packages outside the repository that a peer imports: {"quack"}.
+
+    A comprehension may make several peers, each of a function that is a default of its own. Then that function counts,
+    and not all of them.
+    """
+    its_own = [f for f in getattr(peer, "__defaults__", None) or () if isinstance(f, FunctionType)]
+    if not its_own:
+        return _contender(root, lesson, label, peer=True).outside
+    walk = _Walk(root)
+    for f in its_own:
+        walk.begin(f.__module__, f.__name__)
+    return walk.outside
 
 
 def _contender(root: Path, lesson: str, label: str, peer: bool) -> "_Walk":
