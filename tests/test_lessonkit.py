@@ -319,12 +319,12 @@ def test_what_is_wrong_in_one_round_has_no_row(monkeypatch):
 
 def test_what_a_timed_call_leaves_unwritten_is_nan(monkeypatch):
     """A kernel that stops writing finds no earlier answer in its memory; a peer may answer in the same memory."""
-    held, writes = torch.empty(64, dtype=torch.bfloat16), [True] * 3
+    held, writes = torch.empty(64, dtype=torch.bfloat16, device=device.DEVICE), [True] * 3
 
     def stops(x, y):
         return torch.add(x, y, out=held) if writes and writes.pop() else held
 
-    kept = torch.empty(64, dtype=torch.bfloat16)
+    kept = torch.empty_like(held)
     peers = {"same memory": lambda x, y: torch.add(x, y, out=kept)}
     without_a_gpu(monkeypatch, in_rounds(4))
     said = []
@@ -334,7 +334,7 @@ def test_what_a_timed_call_leaves_unwritten_is_nan(monkeypatch):
 
 
 def test_what_the_first_call_leaves_unwritten_is_nan(monkeypatch):
-    held = torch.empty(64, dtype=torch.bfloat16)
+    held = torch.empty(64, dtype=torch.bfloat16, device=device.DEVICE)
 
     def once(x, y):
         return held if held.isnan().any() else torch.add(x, y, out=held)
