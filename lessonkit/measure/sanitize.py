@@ -133,7 +133,8 @@ def argued(path: Path = ARGUED) -> list[Argued]:
             )
         if entry["tool"] not in ALL:
             raise ValueError(f"{path.name}: tool={entry['tool']!r}: there are {', '.join(ALL)}")
-        found.append(Argued(**{name: tuple(words) if name in lists else words for name, words in entry.items()}))
+        kernels, reports, lessons = (tuple(entry.get(name, ())) for name in lists)
+        found.append(Argued(kernels, entry["tool"], reports, entry["argument"], lessons))
     return found
 
 
