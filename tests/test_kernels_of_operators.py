@@ -37,8 +37,11 @@ def test_it_answers_every_case_in_other_dtypes(name, asked):
 @pytest.mark.alone
 @each
 def test_it_answers_where_offsets_are_long(name, asked):
-    for rung in asked.rungs:
-        verify.right_where_offsets_are_long(name, asked, rung)
+    try:
+        for rung in asked.rungs:
+            verify.right_where_offsets_are_long(name, asked, rung)
+    except verify.LeftOut as why:
+        pytest.skip(str(why))
 
 
 @each
