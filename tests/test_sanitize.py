@@ -208,16 +208,19 @@ def test_an_access_without_a_line_is_no_access_with_one():
     assert not entry.covers(Report("racecheck", "k", one))
 
 
+LISTS = "kernels, reports, lessons are lists"
+
+
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
         ('kernels = ["a"]\ntool = "racecheck"\nreports = ["Race"]', "give kernels, tool, reports, argument"),
         ('kernels = ["a"]\ntool = "racecheck"\nreports = ["Race"]\nargument = " "', "give kernels, tool, reports, arg"),
         ('kernels = ["a"]\ntool = "racecheck"\nreports = []\nargument = "b"', "give kernels, tool, reports, argument"),
-        ('kernels = "a"\ntool = "racecheck"\nreports = ["Race"]\nargument = "b"', "kernels, reports, lessons are l"),
+        ('kernels = "a"\ntool = "racecheck"\nreports = ["Race"]\nargument = "b"', LISTS),
         (
             'kernels = ["a"]\ntool = "racecheck"\nreports = ["R", " "]\nargument = "b"',
-            "kernels, reports, lessons are l",
+            LISTS,
         ),
         ('kernels = ["a"]\ntool = "racecheck"\nreports = ["R"]\nargument = "b"\nlessons = []', "and nothing else"),
         ('kernels = ["a"]\ntool = "tsan"\nreports = ["Race"]\nargument = "b"', "tool='tsan': there are memcheck"),

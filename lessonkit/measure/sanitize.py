@@ -22,6 +22,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,8 @@ ALL = (*TOOLS, *INSTRUMENTED)
 # What a report of each tool begins with, after "Error: " or "Warning: ". Anything else that a tool says is no report.
 BEGINNINGS = (
     *("Invalid __", "Misaligned", "Address ", "Race reported", "Potential ", "Uninitialized ", "Barrier error"),
-    *(
-        "Invalid arguments",
-        "Program hit",
-        "Leaked ",
-        "Malloc/Free error",
-        "Unused memory",
-        "Stack overflow",
-        "Host API ",
-    ),
+    *("Invalid arguments", "Program hit", "Leaked ", "Malloc/Free error", "Unused memory", "Stack overflow"),
+    "Host API ",
 )
 _HEAD = re.compile(rf"^=+ (?:Error: |ERROR: |Warning: |WARNING: )?((?:{'|'.join(BEGINNINGS)}).*)$")
 _MORE = re.compile(r"^=+ {2,}(\S.*)$")
@@ -97,7 +91,8 @@ class Argued:
     """Reports that are no errors, for one reason.
 
     kernels   their names
-    reports   words of accesses: each access that a report names has some of them, or the whole report, if it names none
+    reports   words of accesses: each access that a report names has some of them, or the whole report, if it names
+              none; {kernel} is the name of the report's kernel
     argument  by which rule of the memory model the accesses are in order, and why the tool does not see it
     lessons   those that the argument is about, where it is not about every call of the kernels
     """
@@ -110,11 +105,12 @@ class Argued:
 
     def covers(self, report: Report, lesson: str = "") -> bool:
         ours = report.tool == self.tool and report.kernel in self.kernels and lesson in (self.lessons or (lesson,))
+        words = [each.replace("{kernel}", report.kernel) for each in self.reports]
         accesses = re.split(r"^Race reported between | and (?=(?:Read|Write) access)", report.what)
-        return ours and all(any(_names(words, each) for words in self.reports) for each in accesses if each)
+        return ours and all(any(map(partial(_names, each), words)) for each in accesses if each)
 
 
-def _names(words: str, access: str) -> bool:
+def _names(access: str, words: str) -> bool:
     """Whether the words are of this access. A bare "Write access" names only one without a line of the course."""
     return words == access if words in ("Read access", "Write access") else words in access
 
