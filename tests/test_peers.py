@@ -1,0 +1,90 @@
+"""Peers that are more than one call of a library: what they compute, and what they say where they cannot run."""
+
+from pathlib import Path
+
+from lessonkit import DEVICE
+from lessonkit.cuda import build, toolchain
+
+import pytest
+import torch
+
+from problems import cub, scan
+from problems import sum as sums
+
+CUB = ((sums.PROBLEM, cub.cub_sum), (scan.PROBLEM, cub.cub_scan), (scan.PROBLEM_BACKWARD, cub.cub_scan_reversed))
+on_a_gpu = pytest.mark.skipif(DEVICE.type != "cuda" or bool(cub.kernels.lacks()), reason="needs a GPU and nvcc")
+
+
+@pytest.mark.parametrize(("problem", "peer"), CUB)
+def test_cub_is_a_peer_of_sum_and_scan(problem, peer):
+    assert problem.peers["CUB"] is peer
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a machine without a GPU")
+@pytest.mark.parametrize(("problem", "peer"), CUB)
+def test_cub_is_absent_without_a_gpu(problem, peer):
+    """An ImportError: then a row says that the peer was not there, and shows no ratio."""
+    with pytest.raises(ImportError, match="CUB needs nvcc and a GPU"):
+        peer(*problem.inputs(8))
+
+
+@pytest.mark.parametrize(("problem", "peer"), CUB)
+def test_cub_without_nvcc_says_how_to_mend_it(monkeypatch, problem, peer):
+    monkeypatch.setattr(cub, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(cub, "_lacks", lambda: "no nvcc: install it")
+    with pytest.raises(ImportError, match=r"CUB is C\+\+: no nvcc: install it"):
+        peer(*problem.inputs(8))
+
+
+@pytest.mark.parametrize(("problem", "peer"), CUB)
+def test_what_cub_is_called_with(monkeypatch, problem, peer):
+    """Scratch of as many bytes as CUB wants for this n, and of one byte where it wants none."""
+    launchers = {peer.__name__.removeprefix("cub_"): problem.reference}
+    called = []
+
+    class Kernels:
+        def __getattr__(self, name):
+            if name.endswith("_scratch"):
+                return lambda n: n // 8
+
+            def launch(x, y, scratch, size, n):
+                called.append((tuple(y.shape), y.dtype, scratch.dtype, scratch.numel() == size, size, n))
+                y.copy_(launchers[name](x))
+
+            return launch
+
+    monkeypatch.setattr(cub, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(cub, "kernels", Kernels())
+    monkeypatch.setattr(cub, "_lacks", lambda: "")
+    cub._scratch.cache_clear()
+    for n, size in ((96, 12), (1, 1)):
+        (x,) = problem.inputs(n)
+        right = problem.reference(x)
+        torch.testing.assert_close(peer(x), right)
+        assert called.pop() == (tuple(right.shape), torch.float32, torch.uint8, True, size, n)
+    cub._scratch.cache_clear()
+    with pytest.raises(ValueError, match=r"not for torch\.float16"):
+        peer(problem.inputs(8)[0].half())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("n", [0, 1, 1021, 8193, 2**24 + 1])
+@pytest.mark.parametrize(("problem", "peer"), CUB)
+def test_cub_agrees_with_the_reference(problem, peer, n):
+    (x,) = problem.inputs(n)
+    right = problem.reference(x.double())
+    torch.testing.assert_close(peer(x).double(), right, rtol=1e-5, atol=1e-5 * max(1.0, n**0.5))
+
+
+@pytest.mark.night
+@pytest.mark.skipif(bool(toolchain.lacks("nvcc", "g++", "ninja")), reason="no nvcc")
+def test_cub_compiles_for_a_gpu_and_only_forwards():
+    """Every launcher that cub.py calls is bound, and no kernel is written here."""
+    text = Path(cub.kernels.source).read_text()
+    assert "__global__" not in text
+    for name in ("sum", "scan", "scan_reversed"):
+        assert f'bind(m, "{name}", {name});' in text
+        assert f'bind(m, "{name}_scratch", {name}_scratch);' in text
+    (cubin,) = build.build([build.cubin(cub.kernels.source, 90)])
+    code = cubin.read_bytes()
+    assert all(name in code for name in (b"DeviceReduce", b"DeviceScan", b"reverse_iterator"))
