@@ -8,7 +8,7 @@ from lessonkit.cuda import build, toolchain
 import pytest
 import torch
 
-from problems import cub, scan
+from problems import attention_plain, cub, scan
 from problems import sum as sums
 
 CUB = ((sums.PROBLEM, cub.cub_sum), (scan.PROBLEM, cub.cub_scan), (scan.PROBLEM_BACKWARD, cub.cub_scan_reversed))
@@ -74,6 +74,27 @@ def test_cub_agrees_with_the_reference(problem, peer, n):
     (x,) = problem.inputs(n)
     right = problem.reference(x.double())
     torch.testing.assert_close(peer(x).double(), right, rtol=1e-5, atol=1e-5 * max(1.0, n**0.5))
+
+
+def test_cudnn_is_a_peer_of_the_plain_backward(monkeypatch):
+    """With the arguments in the order of PyTorch's function, and lse as [B, H, S, 1]."""
+    given = attention_plain.inputs_backward(1, 2, 5, 8, causal=True)
+    q, k, v, o, lse, dout, _ = given
+    asked = []
+
+    def backward(*args, scale):
+        asked.append((args, scale))
+        return attention_plain.reference_backward(*given)
+
+    name = "_scaled_dot_product_cudnn_attention_backward"
+    monkeypatch.setitem(torch.ops.aten.__dict__, name, backward)
+    got = attention_plain.PROBLEM_BACKWARD.peers["SDPA cuDNN"](*given)
+    ((args, scale),) = asked
+    assert [id(t) for t in args[:5]] == [id(t) for t in (dout, q, k, v, o)]
+    assert args[5].shape == (1, 2, 5, 1)
+    assert args[5].data_ptr() == lse.data_ptr()
+    assert (args[11:15], scale) == ((5, 5, 0.0, True), None)
+    assert len(got) == 3
 
 
 @pytest.mark.night
