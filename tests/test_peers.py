@@ -1,14 +1,15 @@
 """Peers that are more than one call of a library: what they compute, and what they say where they cannot run."""
 
+from importlib import import_module
 from pathlib import Path
 
-from lessonkit import DEVICE
+from lessonkit import DEVICE, by_search
 from lessonkit.cuda import build, toolchain
 
 import pytest
 import torch
 
-from problems import attention_plain, cub, scan
+from problems import attention_plain, cub, linear, scan
 from problems import sum as sums
 
 CUB = ((sums.PROBLEM, cub.cub_sum), (scan.PROBLEM, cub.cub_scan), (scan.PROBLEM_BACKWARD, cub.cub_scan_reversed))
@@ -95,6 +96,34 @@ def test_cudnn_is_a_peer_of_the_plain_backward(monkeypatch):
     assert args[5].data_ptr() == lse.data_ptr()
     assert (args[11:15], scale) == ((5, 5, 0.0, True), None)
     assert len(got) == 3
+
+
+def test_the_search_of_torch_compile_times_nothing_but_the_kernels(monkeypatch):
+    """No CUDA graph, whose copies of the arguments would count; no choice that was made beside other processes."""
+    asked = []
+
+    def compiled(function, **options):
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    peer = by_search(lambda a, b: a + b)
+    assert not asked, "importing a problem compiles nothing"
+    assert peer(1, 2) == peer(2, 1) == 3
+    ((dynamic, options),) = [(each["dynamic"], each["options"]) for each in asked]
+    assert not dynamic
+    assert options["max_autotune"]
+    assert not options.get("triton.cudagraphs")
+    assert not options["autotune_local_cache"]
+    assert not options["fx_graph_cache"]
+    assert options.keys() <= set(torch._inductor.list_options()), "these names are Inductor's"
+
+
+def test_the_search_is_a_peer_of_the_lesson_alone():
+    """At four shapes; the zoo has more than a search of each leaves time for."""
+    lesson = import_module("day3_matmul_tk.lesson04_matmul_epilogue").LESSON
+    assert lesson.peers.keys() - linear.PROBLEM.peers.keys() == {"torch.compile max-autotune"}
+    assert len(lesson.benches) == 4
 
 
 @pytest.mark.night

@@ -165,7 +165,7 @@ def place(row: operator_rows.Row) -> str:
 
 
 def further_peers() -> list[tuple[str, str]]:
-    """(operator, peer) of each peer that only lessons time: those that Python cannot call."""
+    """(operator, peer) of each peer that only lessons time."""
     found = dict[tuple[str, str], None]()
     for op in operator_rows.operators():
         for _, lesson in kernels():
