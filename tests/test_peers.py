@@ -1,15 +1,19 @@
 """Peers that are more than one call of a library: what they compute, and what they say where they cannot run."""
 
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from lessonkit import DEVICE, by_search
+from lessonkit.base.files import ROOT
 from lessonkit.cuda import build, toolchain
+from lessonkit.measure import fingerprint
 
 import pytest
 import torch
 
-from problems import attention_plain, cub, linear, scan
+from problems import attention_plain, cub, linear, matmul, quack_search, scan
 from problems import sum as sums
 
 CUB = ((sums.PROBLEM, cub.cub_sum), (scan.PROBLEM, cub.cub_scan), (scan.PROBLEM_BACKWARD, cub.cub_scan_reversed))
@@ -124,6 +128,68 @@ def test_the_search_is_a_peer_of_the_lesson_alone():
     lesson = import_module("day3_matmul_tk.lesson04_matmul_epilogue").LESSON
     assert lesson.peers.keys() - linear.PROBLEM.peers.keys() == {"torch.compile max-autotune"}
     assert len(lesson.benches) == 4
+
+
+@pytest.fixture
+def a_quack(monkeypatch):
+    """A package with the names that the search takes from quack 0.6.5; the tuner keeps what it was given."""
+
+    class Tuned:
+        keys = ("split_k",)
+
+        @staticmethod
+        def fn(a, b, c, config):
+            c.copy_(a @ b)
+
+    class Tuner:
+        def __init__(self, configs, fn, **options):
+            self.configs, self.fn, self.options = [each["config"] for each in configs], fn, options
+
+        def __call__(self, a, b, c):
+            self.fn(a, b, c, config=self.configs[0])
+
+    of = {
+        "autotuner": {"AutotuneConfig": dict, "autotune": lambda configs, **o: lambda fn: Tuner(configs, fn, **o)},
+        "gemm_config": {"GemmConfig": dict},
+        "gemm_interface": {"gemm_tuned": Tuned, "prune_invalid_gemm_configs": "prune"},
+    }
+    for name, bound in {"": {}, **of}.items():
+        module = ModuleType(f"quack.{name}".rstrip("."))
+        vars(module).update(bound)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    quack_search._tuner.cache_clear()
+    yield
+    quack_search._tuner.cache_clear()
+
+
+@pytest.mark.usefixtures("a_quack")
+def test_quack_searches_six_configurations_and_no_disk():
+    tuner = quack_search._tuner()
+    assert tuner is quack_search._tuner(), "what it found is kept"
+    assert len({tuple(config.items()) for config in tuner.configs}) == 6
+    assert {(c["tile_m"] % 64, c["tile_n"] % 16, c["is_dynamic_persistent"]) for c in tuner.configs} == {(0, 0, False)}
+    assert not any(c["pingpong"] and c["tile_m"] * c["tile_n"] > 192 * 128 for c in tuner.configs), "no registers left"
+    assert tuner.options == {
+        "key": ("split_k",),
+        "prune_configs_by": {"early_config_prune": "prune"},
+        "cache_results": False,
+    }
+
+
+@pytest.mark.usefixtures("a_quack")
+@pytest.mark.parametrize("name", [
+    "day3_matmul_tk.lesson09_matmul_hopper", "cuda_src.22_hopper_matmul", "cuda_src.23_hopper_matmul_persistent",
+])  # fmt: skip
+def test_the_searched_quack_is_a_peer_of_hoppers_matmuls(name):
+    lesson = import_module(name).LESSON
+    peer = lesson.peers["quack, fastest of six"]
+    args = lesson.inputs(M=24, N=16, K=8, dtype=torch.float32)
+    torch.testing.assert_close(peer(*args), lesson.reference(*args))
+    assert fingerprint.packages(ROOT, name, "quack, fastest of six", peer) >= {"quack"}
+
+
+def test_the_zoos_matmuls_have_quack_as_it_comes():
+    assert set(matmul.PROBLEM.peers) == {"torch", "quack"}
 
 
 @pytest.mark.night
