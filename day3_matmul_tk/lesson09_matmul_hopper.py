@@ -105,7 +105,7 @@ from day3_matmul_tk.matmul_hopper.ring import ring
 from day3_matmul_tk.matmul_hopper.tile_choice import tile_choice
 from day3_matmul_tk.matmul_hopper.tma import tma_and_wgmma
 from day3_matmul_tk.matmul_hopper.warp_specialized import warp_specialized
-from problems.matmul import LLM, PROBLEM, TMA_CHECKS
+from problems.matmul import LLM, PROBLEM, SEARCHED, TMA_CHECKS
 
 RUNGS = (tma_and_wgmma, ring, async_wgmma, warp_specialized, persistent, tile_choice)
 SMALL, MIDDLE = ({"M": n, "N": n, "K": n} for n in (1024, 4096))
@@ -154,6 +154,7 @@ LESSON = Lesson(
         *PROBLEM.benches,
         *({"M": m, "N": n, "K": k} for m, n, k in LLM if m == 4096 and n != k),
     ),
+    peers=PROBLEM.peers | SEARCHED,
     cpu_model=cpu_model,
     wrong=WRONG,
     claims=dict.fromkeys(RUNGS, ("wgmma", "tma", "no spills")),
