@@ -7,8 +7,8 @@ Budget, of a head of K and V in bf16, with S keys: 4 S D bytes, and 4 S D FLOPs 
 is one FLOP per byte and query head, where an H200 can do 190 FLOPs per byte. So the floor is bytes: K and V read once.
 
     B = 16, 8 heads of K and V, S = 8192, D = 128      537 MB    0.13 ms at 4.2 TB/s, for 8 or 32 query heads
-    B = 1, the same                                     34 MB    0.008 ms; with a launch and the first answers 0.015,
-                                                                 and with a second launch 0.018
+    B = 1, the same                                     34 MB    0.008 ms; with a launch and the latency of the
+                                                                 first loads 0.015, with a second launch 0.018
 
 Lesson 5 has a program for each query head, which visits all keys. Query heads that share K and V read them once each,
 and for one sequence with 32 heads 32 of 132 SMs work. Flash-Decoding (Dao, Haziza, Massa and Sizov 2023) changes both:
