@@ -83,11 +83,11 @@ The rungs
 ---------
 Each is a complete file in flash_hopper_backward/. Read the first one, then `diff` each with the next.
 
-1. five_matmuls: the table above, one matmul after the other; dQ is added by the threads (red.global.add)
-2. overlap_matmuls: issue each matmul early, wait late: something is always on the tensor cores
+1. five_matmuls: the matmuls of the table, one after the other. The threads add dQ to memory (red.global.add)
+2. overlap_matmuls: each matmul is issued early and awaited late. So the tensor cores always have one
 3. tma_reduce: dQ goes through shared memory, and one thread issues a TMA reduce
-4. persistent_scheduler: one CTA per SM, tiles from a counter: a tile's ends overlap with the next tile
-5. ping_pong: the consumers take turns at exponentials, dQ is a step late
+4. persistent_scheduler: one CTA per SM takes tiles from a counter. A tile's ends overlap with the next tile
+5. ping_pong: the consumers take turns at exponentials, and dQ is a step late
 6. causal_skip: at D = 128 a consumer of a causal head skips the block of queries that does not see its keys
 
 A step at D = 128, without waits for barriers or bytes. A character is 128 cycles. The tensor cores do S, D = dP,

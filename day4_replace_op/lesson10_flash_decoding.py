@@ -24,7 +24,7 @@ and for one sequence with 32 heads 32 of 132 SMs work. Flash-Decoding (Dao, Hazi
     merge                  lse = log(sum exp(lse_i)),  o = sum exp(lse_i - lse) o_i
 
 Merging is exact, as in lesson 12. With parts of 512 keys and 4 rows, partial results written and read are 1.6% of K
-and V. Of the report's peers, FA4 does not split keys on Hopper, so one sequence keeps it from most of the SMs.
+and V. Of the report's peers, FA4 does not split keys on Hopper, so with one sequence it uses few SMs.
 
 Refused: lengths of single sequences (lesson 11), other head sizes, strides, more than 64 rows (course_ops.attention).
 Before you read on: why do 4 query heads cost no more than one? Which barrier and which memory ordering stand before the

@@ -43,10 +43,10 @@ KEYS, STAGES = 64, 2  # keys of a consumer; blocks of Q and dO in the ring
 LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
 
 
-# Two values of each row, negative because they are added: lse / unit, in the unit of the scores, and
-# delta = rowsum(dO * O). The next kernel may start while this one ends (programmatic dependent launch). It waits for
-# the results with gdc_wait. This kernel and finish_kernel go from the last head to the first: what was written last is
-# still in L2.
+# Two values of each row: lse / unit, which is lse in the unit of the scores, and delta = rowsum(dO * O). Both are
+# stored negative, since they are added later. The next kernel may start while this one ends (programmatic dependent
+# launch). It waits for the results with gdc_wait. This kernel and finish_kernel go from the last head to the first:
+# what was written last is still in L2.
 @triton.jit
 def prepare_kernel(
     out, dout, lse_ptr, start_ptr, delta_ptr, sum_ptr,  # [B, H, S, D] twice, [B H, S] three times, [B H S D] in fp32
