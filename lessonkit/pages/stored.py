@@ -246,6 +246,8 @@ CELLS = (  # cells
     ),
     later("copies of {size} MB between GPUs {one} and {other} (predicted: {ms} ms at {rate} GB/s)"),
     later("copy engines, both ways"),
+    later("custom_op, recording a gradient"),
+    later("{rate} GB/s a direction, {percent}% of NVLink's"),
     later("kernel that loads from {gpu}"),
     later("kernel that stores into {gpu}"),
     later("kernels that store, both ways"),
