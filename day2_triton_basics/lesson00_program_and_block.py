@@ -90,7 +90,7 @@ def one_function_many_programs():
     """`kernel[(3,)](z)` runs the function three times, and each program sees another tl.program_id(0): 0, 1 and 2."""
     z = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     who_kernel[(3,)](z)
-    print(f"  written by programs 0, 1, 2: {z.tolist()}")
+    print(f"  z = {z.tolist()}")
     assert z.tolist() == [100, 101, 102]
 
 
@@ -140,7 +140,7 @@ def a_mask_stops_what_does_not_exist():
     """The block of the last program hangs over the end, and the mask keeps it from elements 10 and 11."""
     x, z = _ten(), torch.full((12,), -1, device=DEVICE)  # two more elements than the kernel may write
     plus_one_kernel[(3,)](x, z, 10, BLOCK=4)
-    print(f"  {z.tolist()}: the last two are as they were")
+    print(f"  z = {z.tolist()}")
     assert z[:10].tolist() == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91]
     assert z[10:].tolist() == [-1, -1]
 
@@ -170,11 +170,11 @@ def copy_kernel(x_ptr, z_ptr, offsets_ptr, mask_ptr, M, N, row, col, ROWS: tl.co
 def a_block_may_have_two_dimensions():
     """rows[:, None] and cols[None, :] make a block of 2 x 4. Strides say where a row and a column continue."""
     x = _ten().reshape(2, 5)
-    for name, matrix in (("x, strides 5 and 1", x), ("the same values stored by column, 1 and 2", x.T.contiguous().T)):
+    for name, matrix in (("x", x), ("x.T.contiguous().T", x.T.contiguous().T)):
         z = torch.full((2, 5), -1, device=DEVICE)
         offsets, mask = (torch.zeros(2, 2, 4, dtype=torch.int32, device=DEVICE) for _ in range(2))
         copy_kernel[(2,)](matrix, z, offsets, mask, 2, 5, *matrix.stride(), ROWS=2, COLS=4)
-        print(f"  {name}")
+        print(f"  {name}   strides {matrix.stride()}")
         _show(offsets, mask)
         assert torch.equal(z, x)
         assert mask.tolist() == [[[1, 1, 1, 1]] * 2, [[1, 0, 0, 0]] * 2]
@@ -196,7 +196,7 @@ def programs_meet_in_memory():
     x, parts, total = _ten(), torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(1, device=DEVICE)
     sum_kernel[(3,)](x, parts, 10, BLOCK=4)
     sum_kernel[(1,)](parts, total, 3, BLOCK=4)
-    print(f"  one sum per program: {parts.tolist()}, and their sum: {total.item():g}")
+    print(f"  parts = {parts.tolist()}   total = {total.item():g}")
     assert parts.tolist() == [60, 220, 170]
     assert total.item() == x.sum() == 450
 

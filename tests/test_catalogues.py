@@ -9,7 +9,8 @@ from lessonkit.base import prose, words
 from lessonkit.base.cpp_text import tokens, without_comments
 from lessonkit.base.files import ROOT
 from lessonkit.commands import exercises, languages, show
-from lessonkit.pages import catalogues
+from lessonkit.judge import sentences
+from lessonkit.pages import catalogues, report
 
 import pytest
 from typer.testing import CliRunner
@@ -406,6 +407,39 @@ def test_an_error_is_a_sentence_in_chinese():
     assert "没有课匹配" in text
     assert "Invalid value" not in text
     assert "Invalid value" in run("chip", "rtx4090", "no_such_lesson")[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "english", "chinese"),
+    [
+        ("chek", "Did you mean 'check'?", "没有 'chek' 这条命令。是不是 'check'？"),
+        ("exercise shw", "No such command 'shw'", "没有 'shw' 这条命令"),
+        ("run --agai", "No such option: --agai", "没有 --agai 这个选项（可能是 --again）"),
+        ("run --bogus", "No such option: --bogus", "没有 --bogus 这个选项"),
+        ("trace", "Missing argument 'lesson'", "缺少参数 'lesson'。"),
+        ("words a b", "unexpected extra argument", "多出的参数：b"),
+    ],
+)
+def test_words_that_no_command_takes_are_refused_in_the_readers_language(line, english, chinese):
+    assert english in run(*line.split())[1]
+    code, text = run(*line.split(), "--lang", "zh")
+    assert code == 2
+    assert chinese in text
+    assert english not in text
+
+
+def test_a_rung_that_is_not_there_is_refused_with_the_lesson_named_once():
+    text = re.sub(r"[│\s]+", " ", run("predict", "lesson01_vector_add", "nope", "x2")[1])  # in a box, on lines of 80
+    assert "there is no rung 'nope'" in text
+    assert text.count("lesson01_vector_add") == 1
+
+
+def test_words_of_tables_are_translated_and_names_are_not(monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    cells = ["row-major", "transposed", "all", "softmax_row", "no: needs a Hopper GPU, THUNDERKITTENS_ROOT"]
+    told = ["行优先", "转置", "全部", "softmax_row", "不能：需要 Hopper GPU 与 THUNDERKITTENS_ROOT"]
+    assert [report.cell(cell) for cell in cells] == told
+    assert sentences.told("rejected by nan, on n=1 torch.float32") == "拒绝它的检查：nan；用例：n=1 torch.float32"
 
 
 @pytest.mark.parametrize("line", [("chip", "rtx4090", "lesson05_softmax"), ("stale",), ("depends", "ring_slot")])

@@ -172,6 +172,13 @@ def test_what_is_missing_is_said_in_the_readers_language(piece, monkeypatch):
     assert chinese.endswith(COMMANDS.get(piece, ""))
 
 
+def test_a_mode_is_named_in_the_readers_language(monkeypatch):
+    monkeypatch.setattr(doctor.compiled, "kernels", lambda *_: ())
+    assert doctor.self_test("compiled").name == "mode: compiled"
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    assert doctor.self_test("compiled").name == "模式：编译"
+
+
 def test_a_gpu_that_is_missing_is_said_in_the_readers_language(monkeypatch):
     monkeypatch.setenv("COURSE_LANG", "zh")
     assert told("needs sm_90: TMA and wgmma") == "需要 sm_90：TMA 与 wgmma"

@@ -117,7 +117,7 @@ def test_predicted_and_measured_stand_side_by_side(answers):
         (["softmax_row"], "there is no terminal to ask in"),
         (["softmax_row", "fast"], "is no prediction"),
         (["softmax_row", "1ms", "2ms"], "several predictions"),
-        (["softmax_wrong", "1ms"], "it has softmax_unfused"),
+        (["softmax_wrong", "1ms"], "there are softmax_unfused"),
         (["softmax_row", "N=3", "1ms"], "expected one of: M=4096 N=32768"),
     ],
 )

@@ -269,7 +269,7 @@ def test_a_peer_of_other_rounds_is_old_when_its_own_row_is():
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
 def test_scan_is_held_against_cub_on_every_page():
-    folder, today = FOLDERS[0], Today(kernels())
+    folder, today = REPORTS / rows.MACHINE, Today(kernels())
     scan = next(ladder for ladder in operator_pages.ladders(folder) if ladder.name == "scan").main()
     assert scan.peer.rung.startswith("CUB")
     cell = f"CUB § | {scan.ratio} |" if scan.peer.rung.endswith("§") else f"CUB | {scan.ratio} |"
@@ -314,7 +314,7 @@ def test_an_incomplete_row_is_marked_on_every_page(lesson, monkeypatch, ratio, p
     monkeypatch.setattr(operator_pages.yardstick, "streams", lambda folder: None)
     monkeypatch.setattr(Today, "why_old", lambda self, row: "")
     today = Today(kernels())
-    (page,) = (page for page in operator_pages.pages(FOLDERS[0], today).values() if isinstance(page, str))
+    (page,) = (page for page in operator_pages.pages(REPORTS / rows.MACHINE, today).values() if isinstance(page, str))
     readme, cards = operator_pages.overview("en", today), operator_pages.cards(today)
     assert f"| {peer} | {'2' if peer else ''} | {cell} |" in page
     assert f"| {peer} | {cell} | {cell} |" in readme
@@ -370,7 +370,7 @@ def test_readme_has_a_line_for_each_operator(language):
 
 def test_the_index_begins_with_how_fast_it_is():
     """Then the lessons under their titles by day; what needs no GPU is folded."""
-    folder = FOLDERS[0]
+    folder = REPORTS / rows.MACHINE
     own = ("final_report.md", "gelu.md", "ncu.md", f"{ADD}.md", "day3_matmul_tk.lesson01_matmul.md",
            "day5_tuning.lesson10_roofline.roofline.png")  # fmt: skip
     made = [folder / name for name in own] + [REPORTS / name / f"{ADD}.md" for name in ("compiled", "emulated")]
@@ -591,7 +591,7 @@ def test_a_roof_for_each_dtype():
 
 
 def contest(name, **changes):
-    row = a_row(gpu=FOLDERS[0].name, **changes)
+    row = a_row(gpu=rows.MACHINE, **changes)
     return results.Contest(name, row.shape, row.dtype, ((ADD, dict(kernels())[ADD], [row, a_row(kind="peer")]),))
 
 
@@ -620,7 +620,7 @@ def test_the_final_report_marks_what_was_measured_before_the_code_changed(monkey
     assert line["rate"].endswith(" \\*")
     block = final.Block(text="About \\*", table=({"rate": line["rate"], "over": "**0.9** \\*"},))
     assert "\\" not in final.as_html("", [block], {})
-    assert operator_pages.ABOUT in final_report.build(FOLDERS[0])[1][-1].items[0]
+    assert operator_pages.ABOUT in final_report.build(REPORTS / rows.MACHINE)[1][-1].items[0]
 
 
 def test_the_final_report_says_a_prediction_in_the_unit_of_its_result(lesson):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lessonkit.base.device import HAS_COMPILER, HAS_GPU
 from lessonkit.base.files import ROOT
-from lessonkit.base.words import later, said
+from lessonkit.base.words import later, listed, said
 from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, MEND, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
 from lessonkit.modes import compiled
 
@@ -26,6 +26,12 @@ FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
 HANGS = 900  # seconds; a first build on a busy machine of two cores has taken minutes
 NVCC = f"{PIP} {NVCC_PACKAGES}"
+MODES = {
+    "interpreted": later("mode: interpreted"),
+    "emulated": later("mode: emulated"),
+    "compiled": later("mode: compiled"),
+    "run": later("mode: run"),
+}
 BUILD = later("install the torch build for the driver's CUDA (selector on pytorch.org)")
 
 
@@ -124,7 +130,8 @@ def judge(m: Machine) -> list[Finding]:
     if version(m.packages.get("triton", ""))[:2] == (3, 6) and version(m.packages.get("numpy", "")) >= (2, 4):
         why = said("Triton 3.6's interpreter fails with numpy 2.4 and newer; kernels on a GPU do not mind")
         found += [Finding("triton + numpy", said("do not fit"), False, why, f'{PIP} "numpy<2.4"', not m.gpu)]
-    cpp = f"g++ {m.gxx or said('missing')}, Python.h {said('found') if m.python_h else said('missing')}"
+    header = said("Python.h found") if m.python_h else said("Python.h missing")
+    cpp = listed((f"g++ {m.gxx or said('missing')}", header))
     builds = said("Triton's launcher and torch.compile are built with it; cuda_src/ too, on a CPU")
     none, free = said("none"), said("{size} GB free")
     kittens = m.kittens or (none if m.capability == 90 else said("none, not needed here"))
@@ -206,8 +213,7 @@ def self_test(mode: str) -> Finding:
     value = error.strip().splitlines()[-1][:100] if error else said("works")
     required = mode == ("run" if HAS_GPU else "interpreted")
     mend = said("read {lesson}").format(lesson=FIRST_CUDA if mode == "emulated" else FIRST)
-    named = said("mode: {mode}").format(mode=mode)
-    return Finding(named, value, not error, said("vector add was tried"), mend, required)
+    return Finding(said(MODES[mode]), value, not error, said("vector add was tried"), mend, required)
 
 
 def findings() -> list[Finding]:

@@ -34,8 +34,8 @@ def predict(name: str, lesson: Lesson, rung: str, words: Sequence[str]) -> None:
         raise ValueError(said("{words} are several predictions, expected one").format(words=" ".join(figures)))
     known = [each.__name__ for each in lesson.rungs]
     if rung and rung not in known:
-        said_ = said("{name} has no rung {rung}; it has {rungs}")
-        raise ValueError(said_.format(name=name, rung=repr(rung), rungs=", ".join(known)))
+        words_ = said("there is no rung {name}; there are {names}")
+        raise ValueError(words_.format(name=repr(rung), names=", ".join(known)))
     if figures:
         keep(name, lesson, rung, [word for word in words if "=" in word], figures[0])
         return
@@ -177,7 +177,8 @@ def _print_marks(marked: Sequence[tuple[quiz.Question, str, quiz.Marked]], part:
     console.print()
     for question, answer, mark in marked:
         style, word = ("green", said("right")) if mark.right else ("red", said("wrong"))
-        console.print(f"{word}: {said(question.skill)}: {answer}", style=style, highlight=False)
+        line = said("{verdict}: {skill}: {answer}").format(verdict=word, skill=said(question.skill), answer=answer)
+        console.print(line, style=style, highlight=False)
         if not mark.right and part == "after":
             console.print(f"  {mark.why}" * bool(mark.why), highlight=False)
             right = quiz.answer_of(question, facts.compute)

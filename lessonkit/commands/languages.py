@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT
 from lessonkit.base.prose import normal, read_as
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, later, said, speaking, translated
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, later, retold, said, speaking, translated
 from lessonkit.commands import show
 from lessonkit.exercise import source
 from lessonkit.lesson import names
@@ -28,7 +28,20 @@ FRAME = {
     "REQUIRED_LONG_STRING": later("[required]"),
     "RICH_HELP": later("Try [blue]'{command_path} {help_option}'[/] for help."),
 }
+WRONG = (  # what typer says of words that it cannot take; the longer sentence first
+    later("No such command {name}. Did you mean {others}?"),
+    later("No such command {name}."),
+    later("No such option: {name} (Possible options: {others})"),
+    later("No such option: {name}"),
+    later("Missing argument {name}."),
+    later("Missing option {name}."),
+    later("Option {name} requires an argument."),
+    later("Got unexpected extra argument(s) ({name})"),
+)
 USAGE, HELP = later("Usage: "), later("Show this message and exit.")
+
+
+_UsageError: Any = typer.BadParameter.__base__  # typer gives no name to it
 
 
 class Usage(typer.Context.formatter_class):  # type: ignore[valid-type,misc]
@@ -54,10 +67,15 @@ class Spoken(TyperGroup):
         """What is wrong of an argument is a sentence of its own: in another language it has no "Invalid value: "."""
         try:
             return super().invoke(ctx)
-        except typer.BadParameter as wrong:
-            if language() == "en" or wrong.param or wrong.param_hint:
+        except _UsageError as wrong:
+            if language() == "en":
                 raise
-            raise _Sentence(wrong.message, wrong.ctx) from None
+            if isinstance(wrong, typer.BadParameter) and not (wrong.param or wrong.param_hint):
+                raise _Sentence(wrong.message, wrong.ctx) from None
+            english = wrong.format_message()
+            if (sentence := retold(english, WRONG, language())) == english:
+                raise
+            raise _Sentence(sentence, wrong.ctx) from None
 
 
 class _Sentence(typer.BadParameter):

@@ -222,7 +222,7 @@ def questions(asked: Iterable[Question]) -> list[str]:
         for question in todo:
             progress.update(task, advance=1, description=f"{question.kind} {question.subject}"[:60])
             try:
-                answer = "ok", question.ask() or ""
+                answer = "ok", told(question.ask() or "")
             except LeftOut as why:
                 answer = said("left out"), told(str(why))
             except Exception as wrong:

@@ -26,6 +26,7 @@ SENTENCES = (
     later("the first wrong one is at {first}: expected {expected}, got {got}"),
     later("NaN at {first}: computed from a NaN, or never written"),
     later("argument {number} is not what it was"),
+    later("rejected by {check}, on {where}"),
     later("the kernel did not end in {seconds} s"),
     later("needs a GPU with {size} GiB"),
     later("needs {size} GiB of GPU memory"),

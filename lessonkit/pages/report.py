@@ -518,7 +518,8 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
 def cell(value: Any) -> Any:
     """A cell of a step's table; words are said in the reader's language, if a catalogue has them."""
-    return stored.told(value) if isinstance(value, str) and (" " in value or value in BOUNDS) else value
+    worded = isinstance(value, str) and (" " in value or value in BOUNDS or value in stored.WORDS)
+    return stored.told(value) if worded else value
 
 
 def _index(made: Collection[Path]) -> str:

@@ -246,6 +246,8 @@ CELLS = (  # cells
     ),
     later("copies of {size} MB between GPUs {one} and {other} (predicted: {ms} ms at {rate} GB/s)"),
     later("copy engines, both ways"),
+    later("custom_op, recording a gradient"),
+    later("{rate} GB/s a direction, {percent}% of NVLink's"),
     later("kernel that loads from {gpu}"),
     later("kernel that stores into {gpu}"),
     later("kernels that store, both ways"),
@@ -272,6 +274,9 @@ CELLS = (  # cells
     later("from compiled code"),
     later("interpreted, and compiled for sm_80, sm_90, sm_100"),
     later("no: needs {parts}"),
+    later("a Hopper GPU, THUNDERKITTENS_ROOT"),
+    later("a Hopper GPU, nvcc 12.8 or newer, THUNDERKITTENS_ROOT"),
+    later("nvcc 12.8 or newer, THUNDERKITTENS_ROOT"),
     later("no: neither nvcc nor g++"),
     later("none here"),
     later("on the CPU"),
@@ -294,6 +299,11 @@ CELLS = (  # cells
     later("weights, activations and every temporary have to fit"),
     later("you name it"),
     later("you, in bits"),
+)
+WORDS = (  # cells of one word that are no names; a reader of another language sees them translated
+    later("all"),
+    later("row-major"),
+    later("transposed"),
 )
 NOTES = (  # notes
     later(
@@ -366,7 +376,7 @@ NOTES = (  # notes
     later("With S grow {which}: they keep scores in memory. The others keep O and a number or two a row."),
     later("ln {words} = {loss} is the loss of a guess."),
 )
-PHRASES = (*NAMES, *HEADS, *SHOWN.values(), *CELLS, *NOTES)
+PHRASES = (*NAMES, *HEADS, *SHOWN.values(), *CELLS, *WORDS, *NOTES)
 
 
 def head(column: str) -> str:
