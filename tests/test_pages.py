@@ -648,7 +648,7 @@ def test_the_final_report_marks_what_was_measured_before_the_code_changed(monkey
     monkeypatch.setattr(Today, "why_old", lambda self, row: "code changed" * (row.kind == "peer"))
     line = final_report._line(contest("add"), Today(kernels()))
     assert line["rate"].endswith(" \\*")
-    assert (line["of limit"], line["of sheet"]) == ("100%", "83%")
+    assert line["of limit, sheet"] == "100%, 83%"
     block = final.Block(text="About \\*", table=({"rate": line["rate"], "over": "**0.9** \\*"},))
     assert "\\" not in final.as_html("", [block], {})
     assert operator_pages.ABOUT in final_report.build(FOLDERS[0])[1][-1].items[0]

@@ -301,7 +301,7 @@ def _line(c: Contest, today: Today) -> dict[str, str]:
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
         said("fastest rung"): f"{best.rung} ({language(best.lesson)})",
         said("rate"): f"{best.rate}{_mark(today, best, c.peer)}",
-        said("of limit"): _share(best), said("of sheet"): shares.of_sheet(best),
+        said("of limit, sheet"): ", ".join(filter(None, (_share(best), shares.of_sheet(best)))),
         said("best peer"): c.peer.rung if c.peer else "",
         said("over it"): f"**{ratio}**" if 0 < _ratio(best) < EVEN else ratio,
     }  # fmt: skip
