@@ -76,7 +76,12 @@ LESSON = Lesson(
             why="Each step is a launch of its own, and the GPU runs empty between two; ring_flags moves the same "
             "bytes in one launch and takes less time.",
         ),
-        Prediction(rung=ring_flags, at=SHARED, percent_of_limit=50),
+        Prediction(
+            rung=ring_flags,
+            at=SHARED,
+            percent_of_limit=50,
+            why="The prediction counts bytes alone. Ranks also wait for each other's flags; how long was not measured.",
+        ),
     ),
     prints="Between GPUs, which the rows above are not: there all ranks share one memory.",
     wrong=(

@@ -46,7 +46,7 @@ def compare_all(folder):
             line[f"{tongue}, ms"] = f"{min(mine):.4g}" if mine else ""
         line["best peer, ms"] = f"{c.peer.ms_p50:.4g} ({c.peer.rung})" if c.peer else ""
         line["over its peers"] = f"{c.best.ratio_to_best_peer:.2f}" if c.best.ratio_to_best_peer else ""
-        line["% of the limit"] = f"{c.best.percent_of_limit:.0f}"
+        line["% of the limit"] = f"{shares.percent(c.best):.0f}"
         table.append(line)
     note = (
         "The fastest rung in each language. Over its peers: the fastest of all against the best in the same rounds. "
@@ -60,7 +60,7 @@ def ladders(folder):
     found, today = contests(folder), Today(kernels())
     table = []
     for c in found:
-        rungs = ", ".join(f"{row.rung} {row.percent_of_limit:.0f}{' *' * bool(today.why_old(row))}" for row in c.rungs)
+        rungs = ", ".join(f"{row.rung} {shares.percent(row):.0f}{' *' * bool(today.why_old(row))}" for row in c.rungs)
         peer = f"{c.peer.rung} {shares.of_limit(c.peer)}" if c.peer else ""
         table.append(
             {

@@ -54,7 +54,8 @@ def test_what_is_no_prediction_is_refused_with_examples(text):
 )
 def test_a_prediction_is_held_against_the_stored_row(said, off, monkeypatch):
     """The row: 1 ms, 4 TB/s, 100 TFLOP/s, 60% of the limit; the rung before it takes 4 ms."""
-    row = SimpleNamespace(rung="fast", shape="n=8", ms_p50=1.0, tb_per_s=4.0, tflop_per_s=100.0, percent_of_limit=60.0)
+    row = SimpleNamespace(rung="fast", shape="n=8", ms_p50=1.0, tb_per_s=4.0, tflop_per_s=100.0, percent_of_limit=60.0,
+                          gpu="none", limited_by_math=False, bytes=4 * 10**9)  # fmt: skip
     rows = [SimpleNamespace(**{**vars(row), "rung": "slow", "ms_p50": 4.0}), row]
     monkeypatch.setattr(learned, "stored", lambda lesson: ("nvidia-h200", rows))
 

@@ -95,7 +95,7 @@ def test_an_old_row_is_marked_and_says_nothing_of_its_rung():
         today = SimpleNamespace(why_old=lambda row, old=old: "code changed" * (row.rung == old))
         (words,) = final_report._nothing(story, today)
         assert {name for name in ("skipped", "longest_first") if f"{name} 1." in words} == said
-        assert (operator_pages.MARK in final_report._story(story, None, today)) == (old != "none")
+        assert (operator_pages.MARK in final_report._story(story, today)) == (old != "none")
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
@@ -103,7 +103,7 @@ def test_a_gain_over_an_old_row_is_marked():
     ladder = next(each for each in operator_pages.ladders(FOLDERS[0]) if each.name == "attention")
     main = results.main_size(ladder.lessons)
     mark = operator_pages.MARK
-    lines = operator_pages._rungs(ladder, main, lambda row: f" {mark}" * (row.rung == "skipped"), None)
+    lines = operator_pages._rungs(ladder, main, lambda row: f" {mark}" * (row.rung == "skipped"))
     marked = {line.split("`")[1]: line.count(mark) for line in lines.splitlines() if mark in line}
     assert marked == {"skipped": 2, "edges": 1}  # its time and its gain; the gain over it
 

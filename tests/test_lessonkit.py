@@ -277,6 +277,16 @@ def test_an_impossible_time_is_refused_and_nothing_else(monkeypatch):
     assert all("NOT TIMED" in line and "measuring error" in line for line in said)
 
 
+@pytest.mark.parametrize(("card", "sheet_ms"), [("nvidia-h200", 1.0), ("nvidia-unknown", 1.2)])
+def test_a_time_is_impossible_if_the_data_sheet_is_exceeded(monkeypatch, card, sheet_ms):
+    """4.8 GB and 989.4 GFLOP take an H200 1 ms. Its copy and cuBLAS take 1.3 ms: a kernel between is no error."""
+    limits = timing.Limits(4.8e12 / 1.3, {"bf16": 989.4e12 / 1.3})
+    monkeypatch.setattr(timing, "limits", lambda: limits)
+    monkeypatch.setattr(timing.device, "name", lambda: card)
+    for moved, flops in ((48 * 10**8, 0), (0, 9894 * 10**8)):
+        assert timing.least_ms(moved, flops, "bfloat16") == pytest.approx(sheet_ms, rel=0.005)
+
+
 def in_rounds(calls, disturbed=""):
     """timing.measure without a clock: so many rounds."""
 

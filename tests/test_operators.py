@@ -247,6 +247,23 @@ def fake(case, **changes):
     return dataclasses.replace(row, **changes)
 
 
+@pytest.mark.parametrize("who", ["ours", "copy", "quack"])
+def test_an_impossible_time_refuses_its_row(timings, who):
+    """Also a peer's, which would be the best, or the copy's, of which the limit is made. Others keep their rows."""
+    case = next(case for case in ALL if case.key[:2] == ("softmax", "forward") and "quack" in case.peers)
+    ms = {"ours": 0.5, "copy": 0.25} | dict.fromkeys(case.peers, 1.0)
+    rows_ = [
+        operator_bench.row_of(case, {name: timing.Timing(t, t, t) for name, t in times.items()}, {},
+                              first_call_s=1, peak_memory=1)
+        for times in (ms, ms | {who: 1e-9})
+    ]  # fmt: skip
+    assert [bool(row.error) for row in rows_] == [False, True]
+    assert rows_[0].ratio == 2.0
+    assert rows_[1].ratio == 0
+    assert rows_[1].error.startswith("a measuring error" + f" of {who}" * (who != "ours"))
+    assert not operator_rows.faults([row.sealed() for row in rows_[1:]])
+
+
 def test_a_run_stops_and_goes_on(tmp_path, timings):
     path, now, asked = tmp_path / "gpu" / "operators.csv", SimpleNamespace(s=0.0), ALL[:7]
 

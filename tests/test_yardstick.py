@@ -114,31 +114,81 @@ def test_rows_under_the_bar_are_listed(folder):
         yardstick.under_the_bar(folder.parent)
 
 
+# ---- Shares ---------------------------------------------------------------------------------------------------------
+
+
+def lesson_row(folder, name, **changes):
+    """A rung of a lesson at its first shape, with all of its limit; made-up streams stand in the folder."""
+    row = next(row for row in rows.read(FOLDER / f"{name}.csv") if row.kind == "rung")
+    return replace(row, **({"percent_of_limit": 100.0} | changes))
+
+
+@pytest.fixture
+def softmax(folder, monkeypatch):
+    """A row of softmax, and the milliseconds of its stream."""
+    monkeypatch.setattr(rows, "REPORTS", folder.parent)
+    row = lesson_row(folder, "day2_triton_basics.lesson05_softmax")
+    return row, yardstick.streams(folder).seconds(row.bytes, row.bytes / 2) * 1e3
+
+
+def test_where_memory_limits_the_limit_is_the_faster_of_copy_and_stream(softmax, folder):
+    row, stream = softmax
+    for stored, share in ((60.0, 50.0), (40.0, 40.0), (100.0, 50.0)):
+        found = yardstick.share(replace(row, ms_p50=2 * stream, percent_of_limit=stored))
+        assert (found.percent, found.of) == (pytest.approx(share), "stream"), stored
+    assert shares.of_limit(replace(row, ms_p50=stream / 1.1, percent_of_limit=130.0)) == "110% †"
+    (folder / yardstick.FILE).unlink()
+    assert yardstick.share(row) == yardstick.Share(100.0, "copy")
+
+
+def test_where_no_stream_is_known_the_limit_is_the_copy(softmax):
+    row, _ = softmax
+    assert yardstick.share(replace(row, bytes=15 * MB)) == yardstick.Share(100.0, "few"), "less than the smallest"
+    assert yardstick.share(replace(row, shape="M=1 N=1")) == yardstick.Share(100.0, "copy"), "what is written?"
+    assert yardstick.share(replace(row, gpu="nvidia-other")) == yardstick.Share(100.0, "copy"), "no table"
+
+
+def test_where_arithmetic_limits_it_is_cublas_at_8192_or_in_the_same_rounds(folder, monkeypatch):
+    """The rung reaches 102% of the rate at 8192. cuBLAS at its shape is faster still; other peers are no limit."""
+    monkeypatch.setattr(rows, "REPORTS", folder.parent)
+    row = lesson_row(folder, name := "day3_matmul_tk.lesson01_matmul", ms_p50=1.0, tflop_per_s=800.0, tb_per_s=0.1)
+    row = replace(row, percent_of_limit=102.0)
+
+    def beside(**peers):
+        found = [replace(row, rung=name, kind="peer", ms_p50=ms) for name, ms in peers.items()]
+        (folder / f"{name}.csv").write_text(rows.as_csv([row, *(each.sealed() for each in found)]))
+        yardstick._fastest_cublas.cache_clear()
+        return yardstick.share(row)
+
+    assert beside() == yardstick.Share(102.0, "cuBLAS")
+    assert beside(quack=0.5) == yardstick.Share(102.0, "cuBLAS")
+    assert beside(quack=0.5, torch=0.9).percent == pytest.approx(90)
+    assert beside(torch=1.5).percent == 102, "slower than at 8192"
+
+
+def test_an_operators_row_is_held_against_the_same(folder, monkeypatch):
+    """One rule for both files: a stream of the row's mix, or cuBLAS among its peers."""
+    monkeypatch.setattr(rows, "REPORTS", folder.parent)
+    found = operator_rows.read(FOLDER / operator_rows.FILE)
+    of = {(row.operator, row.shape): row for row in found if row.direction == "forward"}
+    row = of["softmax", "M=8192 N=8192"]
+    stream = yardstick.streams(folder).seconds(row.bytes, row.bytes / 2) * 1e3
+    found = yardstick.share_of_operator(replace(row, ms=stream / 0.8, percent_of_limit=99.0))
+    assert (found.percent, found.of) == (pytest.approx(80), "stream")
+    row = replace(of["matmul", "M=8192 N=8192 K=8192"], ms=1.0, percent_of_limit=103.0)
+    for peers, share in (("torch 0.95 | quack 0.5", 95), ("quack 0.5", 103), ("", 103)):
+        assert yardstick.share_of_operator(replace(row, peers=peers)) == yardstick.Share(pytest.approx(share), "cuBLAS")
+
+
 @pytest.mark.parametrize("module", [operator_pages, final_report])
-def test_pages_show_the_share_of_a_stream_once_there_is_a_table(folder, monkeypatch, module):
-    table = yardstick.streams(folder)
-
-    def page():
-        if module is final_report:
-            return next(
-                text for path, text in final_report.pages(FOLDER, Today(kernels())).items() if path.suffix == ".md"
-            )
-        return operator_pages.pages(FOLDER, Today(kernels()))[FOLDER / "softmax.md"]
-
-    monkeypatch.setattr(*((yardstick, "streams") if module is operator_pages else (module, "streams")), lambda _: None)
-    assert "of a stream" not in page()
-    monkeypatch.setattr(*((yardstick, "streams") if module is operator_pages else (module, "streams")), lambda _: table)
-    column = "| of a stream |" if module is operator_pages else "The limit is a stream of the least bytes"
-    assert column in (shown := page())
-    assert "more than 100% of a stream" in shown.lower(), "the made-up memory is slower than that of an H200"
-
-
-def test_a_share_of_a_stream_is_of_rungs_that_memory_limits(folder):
-    table = yardstick.streams(folder)
-    row = next(row for row in rows.read(FOLDER / "day2_triton_basics.lesson05_softmax.csv") if row.kind == "rung")
-    half = table.seconds(row.bytes, row.bytes / 2) * 1e3 * 2
-    assert shares.of_stream(replace(row, ms_p50=half), table) == "50%"
-    assert shares.of_stream(replace(row, ms_p50=half / 2.2), table) == "110% †"
-    assert shares.of_stream(replace(row, ms_p50=half, kind="limit"), table) == ""
-    assert shares.of_stream(replace(row, ms_p50=half, tflop_per_s=900.0), table) == ""
-    assert shares.of_stream(replace(row, ms_p50=half, shape="M=1 N=1"), table) == ""
+def test_pages_divide_by_the_stream(softmax, monkeypatch, module):
+    """Their figures are those of `yardstick.share`, and not the column of the file."""
+    monkeypatch.setattr(yardstick, "share", lambda row: yardstick.Share(77.0, "stream"))
+    if module is final_report:
+        monkeypatch.setattr(rows, "REPORTS", REPORTS)
+        _, blocks = final_report.build(FOLDER, today=Today(kernels()))
+        assert {line["of limit, sheet"].partition(",")[0] for line in blocks[-1].table} == {"77%"}
+    else:
+        page = operator_pages.pages(FOLDER, Today(kernels()))[FOLDER / "softmax.md"]
+        assert "| 77% | 79% |" in page
+        assert "of a stream" not in page

@@ -58,6 +58,15 @@ class Chip:
         return (by_compute, later("compute")) if by_compute > by_memory else (by_memory, later("memory"))
 
 
+# At which of a card's rates a dtype is computed; others have no rate of their own.
+RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8_e4m3fn": "fp8"}
+
+
+def of_gpu(name: str) -> Chip | None:
+    """The card of a folder of reports/, if the table has it: nvidia-h200 is `h200`."""
+    return CHIPS.get(name.rpartition("-")[2])
+
+
 def is_amd(target: Target) -> bool:
     return isinstance(target, str)
 

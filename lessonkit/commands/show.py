@@ -50,7 +50,6 @@ COMPILED = later(
     "regs: registers per thread; spills: bytes of registers kept in memory; shared: bytes of shared memory "
     "per program; occ: occupancy, the share of an SM's warps; ld, st: bytes of the widest load and store of a thread"
 )
-LIMIT = later("limit: a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of 8192")
 # The kinds of questions that `checks` asks, each on all of its cases and dtypes.
 CHECKED = ("rung", "other-dtypes", "gradients", "gradients-in-other-dtypes")
 CUT = "…"  # behind a piece of a word that is longer than a line
@@ -250,15 +249,17 @@ def timed(name: str, lesson: Lesson) -> int:
         found = bench.bench(name, lesson, lines.append)
     for line in lines:
         console.print(line, style="dim")
+    kept = rows.save(found) if found else None  # a share may be of a peer of the same rounds, which the file has
     body = [
-        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, shares.of_limit(r), r.ratio_to_best_peer or ""]
+        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, shares.of_limit(r), shares.of_sheet(r), r.ratio_to_best_peer or ""]
         for r in found
         if r.kind != rows.ABSENT
     ]
-    columns = [said("shape"), "", "ms", said("rate"), said("of the limit"), said("over best peer")]
+    columns = [said("shape"), "", "ms", said("rate"), said("of the limit"), said("of the data sheet")]
+    columns.append(said("over best peer"))
     table(said("measured"), columns, body, shares.why(found))
-    if found:
-        console.print(said("rows in {path}").format(path=rows.save(found)), style="dim")
+    if kept:
+        console.print(said("rows in {path}").format(path=kept), style="dim")
     if printed := bench.printed(lesson):
         table(said("measured by the program itself"), printed.rows[0], (row.values() for row in printed.rows))
         path = report.save_table(name, printed, device.name())
@@ -289,15 +290,15 @@ def stored(name: str, lesson: Lesson) -> None:
             times = f"{before.ms_p50 / row.ms_p50:.3g}x" if before else ""
             predicted = [predictions.how(pair.said, language()), f"{pair.ratio:.2f}"] if pair else ["", ""]
             ms = f"{row.ms_p50:.4g}{mark}"
-            body.append([shape, row.rung, ms, times, row.rate, shares.of_limit(row), *predicted])
+            body.append([shape, row.rung, ms, times, row.rate, shares.of_limit(row), shares.of_sheet(row), *predicted])
             shown.append(row)
             before = row
     columns = [said("shape"), said("rung"), "ms", said("over rung before"), said("rate"), said("of the limit")]
-    columns += [said("predicted"), said("measured / predicted")]
+    columns += [said("of the data sheet"), said("predicted"), said("measured / predicted")]
     heading = said("stored from a GPU (none here): {path}").format(path=f"reports/{MACHINE}")
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
-    table(heading, columns, body, "\n".join(filter(None, [said(LIMIT), shares.why(shown)])))
+    table(heading, columns, body, "\n".join(filter(None, [said(shares.LIMIT), shares.why(shown)])))
     if old:
         console.print(said("* measured before the code of this rung changed"), style="dim")
 

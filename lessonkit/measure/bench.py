@@ -141,13 +141,12 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
 
 
 def impossible(lesson: Lesson, shape: Shape, times: dict[str, timing.Timing], kinds: dict[str, str]) -> dict[str, str]:
-    """Contender -> what is wrong with its time: no kernel can be faster than this machine copies and multiplies."""
-    work, best, rate = lesson.work(dtype=lesson.bench_dtype, **shape), timing.limits(), _rate(lesson)
+    """Contender -> what is wrong with its time: no kernel can be faster than this machine moves and multiplies."""
+    work, dtype = lesson.work(dtype=lesson.bench_dtype, **shape), str(lesson.bench_dtype).removeprefix("torch.")
     found = {}
     for label, time in times.items():
         flops = 0 if kinds[label] == "limit" else work.flops  # the copy moves the bytes and computes nothing
-        least = max(work.bytes / best.copy, flops / rate) * 1e3 / timing.IMPOSSIBLE
-        if time.p50 < least:
+        if time.p50 < (least := timing.least_ms(work.bytes, flops, dtype)):
             found[label] = (
                 f"{time.p50:.4f} ms is a measuring error, for this machine cannot be faster than {least:.4f} ms"
             )

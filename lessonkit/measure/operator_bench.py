@@ -26,7 +26,7 @@ from typing import Any
 
 from lessonkit.base.errors import Unsupported
 from lessonkit.judge import check
-from lessonkit.measure import memory, operator_rows, rows, timing
+from lessonkit.measure import memory, operator_rows, rows, timing, yardstick
 from lessonkit.measure.answers import Answers, another
 from lessonkit.measure.operator_rows import BETWEEN, MISSING, TIMES, Case, Key, Row
 
@@ -103,7 +103,8 @@ def said(row: Row) -> str:
         return f"{' '.join(row.key)}: {row.error}"
     than = f"{row.ratio:.2f} of {row.best_peer}" if row.ratio else f"no ratio, {row.absent or 'no peer'}"
     apart = f"; between {row.p20:.4g} and {row.p80:.4g} ms" if row.disturbed else ""
-    return f"{' '.join(row.key)}: {row.ms:.4g} ms, {than}, {row.percent_of_limit:.0f}% of the limit{apart}"
+    share = yardstick.share_of_operator(row).percent
+    return f"{' '.join(row.key)}: {row.ms:.4g} ms, {than}, {share:.0f}% of the limit{apart}"
 
 
 class Processes:
@@ -291,8 +292,8 @@ def _needed(ms: Mapping[str, float]) -> Collection[str]:
 
 def row_of(case: Case, times: Mapping[str, timing.Timing], absent: Mapping[str, str], **more: Any) -> Row:
     """The row of a case from the times of "ours", "copy" and the peers."""
-    ours, work, best = times["ours"], case.work(), timing.limits()
-    rate = best.rate(case.key[3])
+    ours, work = times["ours"], case.work()
+    rate = timing.limits().rate(case.key[3])
     limit = max(times["copy"].p50, work.flops / rate * 1e3)
     peers = {name: round(t.p50, 5) for name, t in times.items() if name not in ("ours", "copy")}
     name = min(peers, key=lambda n: peers[n], default="")
@@ -309,10 +310,13 @@ def row_of(case: Case, times: Mapping[str, timing.Timing], absent: Mapping[str, 
         first_call_s=round(more.pop("first_call_s"), 3),
         **more,
     )
-    possible = max(work.bytes / best.copy, work.flops / rate) * 1e3 / timing.IMPOSSIBLE
-    if not row.error and row.ms < possible:
-        row = replace(row, error=f"a measuring error: this machine cannot be faster than {possible:.4f} ms")
-    return replace(row, percent_of_limit=round(100 * row.limit_ms / row.ms, 1), ratio=operator_rows.ratio(row))
+    for contender, t in times.items():  # the copy computes nothing
+        least = timing.least_ms(work.bytes, 0 if contender == "copy" else work.flops, case.key[3])
+        if not row.error and t.p50 < least:
+            of = "" if contender == "ours" else f" of {contender}"
+            row = replace(row, error=f"a measuring error{of}: this machine cannot be faster than {least:.4f} ms")
+    percent = round(100 * row.limit_ms / row.ms, 1) if row.ms else 0.0
+    return replace(row, percent_of_limit=percent, ratio=operator_rows.ratio(row))
 
 
 def _empty(case: Case) -> Row:

@@ -47,7 +47,7 @@ class Row:
     best_peer_ms: float = 0.0
     ratio: float = 0.0  # the best peer's ms over ours
     ratios: str = ""  # "0.951 | 0.963 | 0.958": of each time, where a shape that is behind was timed TIMES times
-    percent_of_limit: float = 0.0
+    percent_of_limit: float = 0.0  # of limit_ms; pages show yardstick.share_of_operator
     limit_ms: float = 0.0  # a copy of as many bytes, timed in the same rounds; or the FLOPs at the matmul rate
     bytes: int
     flops: int

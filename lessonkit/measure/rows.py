@@ -59,7 +59,7 @@ class Row:
     bytes: int  # the least the op must move
     tb_per_s: float
     tflop_per_s: float
-    percent_of_limit: float
+    percent_of_limit: float  # as timed: of the copy, or of cuBLAS's rate at 8192; pages show yardstick.share
     ratio_to_best_peer: float  # above 1: faster than the best peer; 0 (empty in the file) without peers
     gpu: str
     driver: str

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from lessonkit.base import chips, device
 from lessonkit.measure.answers import Answers
 
 import torch
@@ -22,7 +23,7 @@ import torch
 FLUSH_BYTES = 2**30  # evicts any L2 (60 MB on an H200), and takes the GPU 300 us, in which the host gets ahead of it
 LEAST_ROUNDS = 20
 MOST_FLUSHES = 8  # a contender that waits for the GPU cannot be hidden
-IMPOSSIBLE = 1.08  # above the machine's own best by more than this is a measuring error, not a fast kernel
+IMPOSSIBLE = 1.08  # times the machine's own best copy and matmul: more is an error on a card without a data sheet
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,15 @@ def limits() -> Limits:
     found = measure(work, rounds=30)
     copy = moved / (found.pop("copy").p50 * 1e-3)
     return Limits(copy, {name: 2 * n**3 / (t.p50 * 1e-3) for name, t in found.items()})
+
+
+def least_ms(moved: int, flops: int, dtype: str) -> float:
+    """A shorter time is a measuring error, and no fast kernel: less than by the card's data sheet.
+
+    The table may lack the card. Then it is less than this machine's own best allows, by more than IMPOSSIBLE. A stream
+    of reads is faster than a copy, and some matmuls than cuBLAS's of 8192, so the longer of both would refuse kernels.
+    """
+    best, chip = limits(), chips.of_gpu(device.name())
+    own = max(moved / best.copy, flops / best.rate(dtype)) / IMPOSSIBLE
+    by_sheet = chip.seconds(moved, flops, chips.RATES.get(dtype, "fp32"))[0] if chip else own
+    return 1e3 * min(own, by_sheet)

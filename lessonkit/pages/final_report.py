@@ -1,7 +1,7 @@
 """What the final report says: what was built, how fast it is, why, and what did not work. Made of rows and fields."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,6 @@ from lessonkit.lesson import Steps, discover, kernels, title
 from lessonkit.measure import operator_rows
 from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.measure.yardstick import Streams, streams
 from lessonkit.pages import checked, final, guides, operator_pages, plots, predictions, shares, shipped
 from lessonkit.pages.final import Block
 from lessonkit.pages.operator_pages import MARK, Fastest, Ladder
@@ -61,29 +60,30 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     every_ladder = operator_pages.ladders(folder)
     alone = [ladder.name for ladder in every_ladder if ladder.name not in by]
     pairs = [pair for _, lesson, mine in measured(folder) for pair in predictions.compared(lesson, mine)]
-    ships, table = shipped.rows(folder), streams(folder)
+    ships = shipped.rows(folder)
     slower = _slower(every_ladder, ships)
     behind = _behind(slower)
-    share = partial(shares.percent, table=table)
     stars = [" *" * bool(today.why_old(row)) for row in story.rungs]
-    data = [(row.lesson, f"{row.rung}{star}", share(row)) for row, star in zip(story.rungs, stars, strict=True)]
-    every = [_line(c, table, today) for c in found]
+    data = [
+        (row.lesson, f"{row.rung}{star}", shares.percent(row)) for row, star in zip(story.rungs, stars, strict=True)
+    ]
+    every = [_line(c, today) for c in found]
     blocks = [
-        Block(text=_measured_on(found, table)),
-        Block(heading=said("What was found"), items=tuple(_findings(found, alone, pairs, table, ships))),
+        Block(text=_measured_on(found)),
+        Block(heading=said("What was found"), items=tuple(_findings(found, alone, pairs, ships))),
         Block(
             heading=said("One ladder: {operator} at {shape}, {dtype}").format(
                 operator=said(story.name), shape=story.shape, dtype=story.dtype
             ),
-            text=_story(story, table, today),
+            text=_story(story, today),
         ),
         Block(
             figure="ladder",
-            alt=_ladder(story, share, stars),
+            alt=_ladder(story, stars),
             data=data,
-            draw=partial(_draw_story, story, share, stars),
+            draw=partial(_draw_story, story, stars),
         ),
-        Block(table=tuple(_lessons(story, table, today)), items=tuple(_nothing(story, today))),
+        Block(table=tuple(_lessons(story, today)), items=tuple(_nothing(story, today))),
     ]
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:3]
@@ -93,9 +93,9 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     blocks.append(Block(heading=said("What limits, and tuning"), text=sentences(limits, _tuning(folder))))
     blocks.append(Block(heading=said("How it was checked"), items=tuple(checked.lines(folder))))
     blocks.append(Block(heading=said("Where a library is faster, and the next hour"), page=True,
-                        text=sentences(_next(behind, table), *_left_out(slower),
-                                      shares.briefly([b.row for _, b in behind[:WORST]], table)),
-                        table=tuple(_loss(*pair, table, today) for pair in behind[:WORST])))  # fmt: skip
+                        text=sentences(_next(behind), *_left_out(slower),
+                                      shares.briefly(b.row for _, b in behind[:WORST])),
+                        table=tuple(_loss(*pair, today) for pair in behind[:WORST])))  # fmt: skip
     if ships:
         lines = tuple(_shipped(ships))
         cells = "".join(cell for line in lines for cell in line.values())
@@ -108,7 +108,7 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
                 items=(sentences(*marks),) * bool(marks),
             )
         )
-    legend = _marks(found, [*every, *(line for b in blocks for line in b.table if "course_ops." not in line)], table)
+    legend = _marks(found, [*every, *(line for b in blocks for line in b.table if "course_ops." not in line)])
     blocks.append(Block(heading=said("Every operator"), table=tuple(every), items=(sentences(*legend),)))
     if done := progress.by_folder():
         blocks.append(
@@ -141,19 +141,13 @@ def write_report(chosen: str = "") -> list[Path]:
 # ---- Page one: what was found ---------------------------------------------------------------------------------------
 
 
-def _measured_on(found: Sequence[Contest], table: Streams | None) -> str:
+def _measured_on(found: Sequence[Contest]) -> str:
     where = said(
         "Measured on {gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}. A rung is one version of a "
         "kernel in a lesson, and a peer is a library's kernel ({peers}). Times are medians with the L2 flushed, of "
         "rungs and peers in the same rounds. A ratio is a peer's time over ours: above 1 ours is faster."
     ).format(**vars(found[0].best), peers=listed(_packages(found)))
-    copy = said("The limit is a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of "
-                "8192.")  # fmt: skip
-    stream = said(
-        "The limit is a stream of the least bytes with the same mix of reads and writes (or a copy, where no stream "
-        "fits), or the FLOPs at cuBLAS's rate at a size of 8192."
-    )
-    return sentences(where, stream if table else copy)
+    return sentences(where, said(shares.LIMIT))
 
 
 def _packages(found: Sequence[Contest]) -> list[str]:
@@ -167,22 +161,21 @@ def _ratio(row: Row) -> float:
     return round(row.ratio_to_best_peer, 2)
 
 
-def _percent(row: Row, table: Streams | None) -> float:
+def _percent(row: Row) -> float:
     """The share of the limit with the decimal that tells on which side of NEAR it is."""
-    return round(shares.percent(row, table), 1)
+    return round(shares.percent(row), 1)
 
 
-def _share(row: Row, table: Streams | None) -> str:
+def _share(row: Row) -> str:
     """`97%`, `89.9%` beside NEAR, or `103% †`."""
-    percent = _percent(row, table)
-    return f"{percent:.{int(abs(percent - NEAR) < 1)}f}%" + f" {shares.BEYOND}" * (round(percent) > 100)
+    percent = _percent(row)
+    return shares.shown(percent, digits=int(abs(percent - NEAR) < 1))
 
 
 def _findings(
     found: Sequence[Contest],
     alone: Sequence[str],
     pairs: Sequence[predictions.Compared],
-    table: Streams | None,
     ships: Sequence[operator_rows.Row],
 ) -> Iterator[str]:
     """Three sentences: against libraries, against the machine, against the predictions.
@@ -205,9 +198,9 @@ def _findings(
     blank = said("Not judged, since a peer's version or time is missing: {operators}.")
     without = said("No library has {operators}.").format(operators=listed(map(said, alone), ";")) * bool(alone)
     yield sentences(words, slower * bool(lost), blank.format(operators=listed(unjudged)) * bool(unjudged), without)
-    near = [c for c in found if _percent(c.best, table) >= NEAR]
-    far = sorted((c for c in found if c not in near), key=lambda c: _percent(c.best, table))
-    below = listed(f"{said(c.name)} {_share(c.best, table)}" for c in far)
+    near = [c for c in found if _percent(c.best) >= NEAR]
+    far = sorted((c for c in found if c not in near), key=lambda c: _percent(c.best))
+    below = listed(f"{said(c.name)} {_share(c.best)}" for c in far)
     words = said("Against the machine: {near} of {all} reach {percent}% of their limit.")
     words = words.format(near=len(near), all=len(found), percent=NEAR)
     reach = listed(said(c.name) for c in far if c.name in OUT_OF_REACH)
@@ -232,45 +225,45 @@ def _reached(c: Contest, ships: Sequence[operator_rows.Row]) -> str:
     return f" ({said('`course_ops`: {ratio}').format(ratio=f'{reached:.2f}')})" if reached else ""
 
 
-def _story(c: Contest, table: Streams | None, today: Today) -> str:
+def _story(c: Contest, today: Today) -> str:
     first, last = c.rungs[0], c.best
     words = said("From {first_rate} (`{first}`) to {rate} (`{rung}`, {language}), {share} of its limit.").format(
         first_rate=first.rate, first=first.rung, rate=last.rate, rung=last.rung, language=language(last.lesson),
-        share=_share(last, table),
+        share=_share(last),
     )  # fmt: skip
     if c.peer:
         peer = said("The best library, {peer}, runs at {rate}, {share}.")
-        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=_share(c.peer, table))
+        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=_share(c.peer))
         words = sentences(words, peer)
     old = said(operator_pages.ABOUT) * bool(_mark(today, *c.rungs, c.peer))
-    return sentences(words, shares.briefly([*c.rungs, *([c.peer] if c.peer else [])], table), old)
+    return sentences(words, shares.briefly([*c.rungs, *([c.peer] if c.peer else [])]), old)
 
 
-def _ladder(c: Contest, share: Callable[[Row], float], stars: Sequence[str]) -> str:
+def _ladder(c: Contest, stars: Sequence[str]) -> str:
     """The figure in words. stars: a star for each rung whose row is old."""
-    rungs = listed(f"{row.rung} {share(row):.0f}{star}" for row, star in zip(c.rungs, stars, strict=True))
+    rungs = listed(f"{row.rung} {shares.percent(row):.0f}{star}" for row, star in zip(c.rungs, stars, strict=True))
     words = said("{operator}, % of the limit, rung by rung: {rungs}.")
     return words.format(operator=said(c.name), rungs=rungs)
 
 
-def _draw_story(c: Contest, share: Callable[[Row], float], stars: Sequence[str], axes: Any) -> None:
-    c.bars(axes, share)
+def _draw_story(c: Contest, stars: Sequence[str], axes: Any) -> None:
+    c.bars(axes)
     if c.peer:
-        axes.text(-0.4, share(c.peer) + 1, c.peer.rung, fontsize=7)
+        axes.text(-0.4, shares.percent(c.peer) + 1, c.peer.rung, fontsize=7)
     names = [f"{row.rung}{star}" for row, star in zip(c.rungs, stars, strict=True)]
     axes.set_xticks(range(len(c.rungs)), names, rotation=35, ha="right", fontsize=6)
     axes.set_xlim(-0.6, len(c.rungs) - 0.4)
     axes.tick_params(axis="y", labelsize=7)
 
 
-def _lessons(c: Contest, table: Streams | None, today: Today) -> Iterator[dict[str, str]]:
+def _lessons(c: Contest, today: Today) -> Iterator[dict[str, str]]:
     """What each lesson of the ladder teaches, and how far its fastest rung there gets."""
     for name in dict.fromkeys(row.lesson for row in c.rungs):
         best = min((row for row in c.rungs if row.lesson == name), key=lambda row: row.ms_p50)
         yield {
             said("lesson"): name.split(".")[1], said("what it teaches"): _plain(said(guides.about(name).teaches)),
             said("fastest rung"): best.rung, said("rate"): f"{best.rate}{_mark(today, best)}",
-            said("of limit"): _share(best, table), said("over peer"): operator_pages.ratio(best, c.peer),
+            said("of limit"): _share(best), said("over peer"): operator_pages.ratio(best, c.peer),
         }  # fmt: skip
 
 
@@ -302,14 +295,14 @@ def _nothing(c: Contest, today: Today) -> Iterator[str]:
         yield words.format(rungs=listed(found, ";"))
 
 
-def _line(c: Contest, table: Streams | None, today: Today) -> dict[str, str]:
-    """table: of streams, if the machine has one."""
+def _line(c: Contest, today: Today) -> dict[str, str]:
     best, ratio = c.best, operator_pages.ratio(c.best, c.peer)
     return {
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
         said("fastest rung"): f"{best.rung} ({language(best.lesson)})",
         said("rate"): f"{best.rate}{_mark(today, best, c.peer)}",
-        said("of limit"): _share(best, table), said("best peer"): c.peer.rung if c.peer else "",
+        said("of limit, sheet"): ", ".join(filter(None, (_share(best), shares.of_sheet(best)))),
+        said("best peer"): c.peer.rung if c.peer else "",
         said("over it"): f"**{ratio}**" if 0 < _ratio(best) < EVEN else ratio,
     }  # fmt: skip
 
@@ -384,7 +377,7 @@ def _lost(best: Fastest) -> float:
     return best.row.ms_p50 * (1 - best.row.ratio_to_best_peer)
 
 
-def _loss(name: str, best: Fastest, table: Streams | None, today: Today) -> dict[str, str]:
+def _loss(name: str, best: Fastest, today: Today) -> dict[str, str]:
     """A line for an operator's worst shape; the room to its limit is what the next hour can gain."""
     row = best.row
     return {
@@ -392,20 +385,20 @@ def _loss(name: str, best: Fastest, table: Streams | None, today: Today) -> dict
         said("fastest rung"): f"{row.rung} ({language(row.lesson)})",
         said("over peer"): f"{best.ratio}{_mark(today, row, best.peer)}",
         said("lost, us"): f"{1000 * _lost(best):.0f}",
-        said("peer"): best.peer.rung if best.peer else "", said("of limit"): _share(row, table),
-        said("room to it"): f"{max(100 / _percent(row, table), 1):.2f}x" * (name not in OUT_OF_REACH),
+        said("peer"): best.peer.rung if best.peer else "", said("of limit"): _share(row),
+        said("room to it"): f"{max(100 / _percent(row), 1):.2f}x" * (name not in OUT_OF_REACH),
         said("bound by"): said(bound(row)),
     }  # fmt: skip
 
 
-def _next(behind: Sequence[tuple[str, Fastest]], table: Streams | None) -> str:
+def _next(behind: Sequence[tuple[str, Fastest]]) -> str:
     if not behind:
         return said("At no shape is a library faster than the fastest rung by more than two runs differ.")
     name, best = behind[0]
     row, what = best.row, bound(best.row)
     beside = "FMAs" if row.dtype == "float32" else "matmuls"  # fp32 has no tensor cores
     advice = WAITS[f"latency beside {beside}" if what == "latency" and row.limited_by_math else what]
-    left = 100 / _percent(row, table)
+    left = 100 / _percent(row)
     room = said("the limit leaves room for {left} times its speed").format(left=f"{left:.2f}")
     room = room if left > 100 / NEAR else said("it is near its limit already")
     return said(
@@ -484,12 +477,12 @@ def _tuning(folder: Path) -> str:
     return sentences(*told)
 
 
-def _marks(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table: Streams | None) -> Iterator[str]:
+def _marks(found: Sequence[Contest], lines: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """What the marks in tables of lessons' rows mean. found: what is shown of all operators."""
     cells = "".join(cell for line in lines for cell in line.values())
     bold = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
     yield bold.format(ratio=f"{EVEN:.2f}")
-    if beyond := shares.briefly([c.best for c in found], table):
+    if beyond := shares.briefly(c.best for c in found):
         yield beyond
     notes = {
         operator_pages.UNJUDGED: operator_pages.INCOMPLETE,

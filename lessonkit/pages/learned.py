@@ -20,7 +20,7 @@ from lessonkit.exercise import progress, quiz, source
 from lessonkit.exercise.progress import Guess, Record, Sitting
 from lessonkit.exercise.quiz import Marked, Question
 from lessonkit.lesson import Lesson, discover, shape_name
-from lessonkit.measure import facts, rows
+from lessonkit.measure import facts, rows, yardstick
 from lessonkit.measure.rows import MACHINE, Row
 
 VERSION = 1  # of the file that a learner hands to a teacher
@@ -134,7 +134,7 @@ def answered(guess: Guess, lesson: Lesson) -> Answered:
         return Answered(guess)
     position = order.index(guess.rung) if guess.rung in order else 0
     before = at[order[position - 1]] if position else None
-    rate = {"TB/s": row.tb_per_s, "TFLOP/s": row.tflop_per_s, "%": row.percent_of_limit}
+    rate = {"TB/s": row.tb_per_s, "TFLOP/s": row.tflop_per_s, "%": yardstick.share(row).percent}
     if unit in ("ms", "us"):
         measured = row.ms_p50 * (1000 if unit == "us" else 1)
         return Answered(guess, measured, folder, value / measured)

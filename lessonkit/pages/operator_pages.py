@@ -14,7 +14,6 @@ from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure import operator_rows, yardstick
 from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.measure.yardstick import Streams
 from lessonkit.pages import pivots, plots, results, shares
 from lessonkit.pages.plots import Picture
 from lessonkit.pages.results import Timed
@@ -22,6 +21,7 @@ from lessonkit.pages.results import Timed
 Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
+NAME_OF_LIMITS = "limits.md"  # the page that counts shares above 100%
 UNJUDGED = "‡"  # in place of the ratio of an incomplete row
 APART = "¶"  # at the ratio of a row of operators.csv whose times lie far apart
 RATIOS_OF_STEPS = {"over its peers": "best peer, ms"}  # columns of steps' tables that hold ratios -> the peer's
@@ -36,8 +36,8 @@ ROUNDS = later(
     "so compare within a lesson."
 )
 LIMIT = later(
-    "The limit is a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of 8192. TB/s "
-    "and the copy count the least bytes: each input and each result once."
+    "TB/s, copy and stream count the least bytes: each input and each result once. The streams are "
+    "[measured]({streams}), and every share above 100% is [counted by its cause]({limits})."
 )
 ABOUT = later("\\* Measured before the code, the inputs or a peer of that row changed; the lesson's page says what.")
 INCOMPLETE = later(
@@ -52,11 +52,6 @@ SHARES = later("of the limit"), later("of the data sheet")
 SHEET = later(
     "The share of the data sheet is of the bandwidth or the FLOPs that it states for the {card}, {stated}. Nothing "
     "exceeds it."
-)
-OF_A_STREAM = later("of a stream")
-STREAMS = later(
-    "Where memory limits, a stream is the better yardstick: a kernel that only moves as many bytes, with the same mix "
-    "of reads and writes ([measured]({page}))."
 )
 PEERS = later("Its peers, in {unit}")
 LADDER = later("The whole ladder at {shape}, {dtype}")
@@ -183,17 +178,16 @@ def file_name(operator: str) -> str:
 def pages(folder: Path, today: Today) -> dict[Path, str | Picture]:
     """The pages of one GPU, and their pictures."""
     made: dict[Path, str | Picture] = {}
-    table = yardstick.streams(folder)
     for ladder in ladders(folder):
         path = folder / file_name(ladder.name)
         picture = _picture(ladder)
         if picture:
             made[path.with_suffix(".png")] = picture
-        made[path] = _page(ladder, folder.name, today, table, picture is not None)
+        made[path] = _page(ladder, folder.name, today, picture is not None)
     return made
 
 
-def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, picture: bool) -> str:
+def _page(ladder: Ladder, device: str, today: Today, picture: bool) -> str:
     main = results.main_size(ladder.lessons)
     old = {row: bool(today.why_old(row)) for _, _, found in ladder.lessons for row in found}
 
@@ -202,11 +196,11 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
 
     parts = [
         f"# {said(TITLE).format(name=said(ladder.name), device=device)}\n",
-        "\n".join(f"- {words}" for words in _how_to_read(ladder.name, old, table))
+        "\n".join(f"- {words}" for words in _how_to_read(ladder.name, old))
         + (f"\n\n{said(ABOUT)}" if any(old.values()) else "")
         + "\n",
         f"## {said(FASTEST)}\n",
-        _fastest(ladder, mark, table) + shares.below((best.row for best in ladder.fastest()), table),
+        _fastest(ladder, mark) + shares.below(best.row for best in ladder.fastest()),
     ]
     if peers := [row for best in ladder.fastest() for row in best.rounds if row.kind == "peer"]:
         unit = pivots.unit(row for _, _, found in ladder.lessons for row in found)
@@ -218,7 +212,7 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
         alt = plots.alt(said(ladder.name), ladder.main().rounds)
         parts.append(f"![{alt}]({file_name(ladder.name)[:-3]}.png)\n")
     if main and len(ladder.lessons) > 1:
-        parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark, table)]
+        parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark)]
     parts.append(f"## {said(EVERY)}\n")
     for name, lesson, found in ladder.lessons:
         rungs = _lesson(found, [rung.__name__ for rung in lesson.rungs], mark)
@@ -227,38 +221,28 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
     return page + footnotes(page)
 
 
-def _how_to_read(operator: str, found: Collection[Row], table: Streams | None) -> list[str]:
+def _how_to_read(operator: str, found: Collection[Row]) -> list[str]:
     """What the words and columns of a page mean."""
-    limit = sentences(said(LIMIT), said(results.OUT_OF_REACH.get(operator, "")), *_streams(table))
+    counted = said(LIMIT).format(streams=f"{yardstick.LESSON}.md", limits=NAME_OF_LIMITS)
+    limit = sentences(said(shares.LIMIT), counted, said(results.OUT_OF_REACH.get(operator, "")))
     return [said(TERMS), said(ROUNDS), limit, *_sheet(found)]
 
 
-def _fastest(ladder: Ladder, mark: Mark, table: Streams | None) -> str:
+def _fastest(ladder: Ladder, mark: Mark) -> str:
     body = []
     for best in ladder.fastest():
         row, peer = best.row, best.peer
         rung = f"`{row.rung}` ({results.language(row.lesson)})"
         line = [" ".join(results.place(row)), rung, f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-        line += [*_shares(row, table), peer.rung if peer else ""]
+        line += [*_shares(row), peer.rung if peer else ""]
         body.append([*line, f"{peer.ms_p50:.4g}{mark(peer)}" if peer else "", best.ratio])
-    heads = [said("shape"), said("rung"), "ms", said("rate"), *_heads_of_shares(table)]
+    heads = [said("shape"), said("rung"), "ms", said("rate"), *map(said, SHARES)]
     return markdown([*heads, said("best peer"), said("its ms"), said("ratio")], body)
 
 
-def _shares(row: Row, table: Streams | None) -> list[str]:
-    """Cells: of the limit of the row's own rounds, of a stream if any was timed, and of what the data sheet states."""
-    sheet = f"{results.of_sheet(row):.0f}%" if results.card(row) else ""
-    return [shares.of_limit(row), *([shares.of_stream(row, table)] if table else []), sheet]
-
-
-def _heads_of_shares(table: Streams | None) -> list[str]:
-    limit, sheet = map(said, SHARES)
-    return [limit, *([said(OF_A_STREAM)] if table else []), sheet]
-
-
-def _streams(table: Streams | None) -> list[str]:
-    """A sentence on the column of streams, if there is one."""
-    return [said(STREAMS).format(page=f"{yardstick.LESSON}.md")] if table else []
+def _shares(row: Row) -> list[str]:
+    """Cells: of the row's limit, and of what the data sheet states."""
+    return [shares.of_limit(row), shares.of_sheet(row)]
 
 
 def _sheet(found: Collection[Row]) -> list[str]:
@@ -270,7 +254,7 @@ def _sheet(found: Collection[Row]) -> list[str]:
     return [said(SHEET).format(card=chip.name, stated=", ".join(stated))]
 
 
-def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark, table: Streams | None) -> str:
+def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
     """One line a rung at one shape. A lesson's first rung has none before it: the lesson starts over."""
     body = []
     for name, lesson, found in ladder.lessons:
@@ -278,11 +262,11 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark, table: Streams | N
         for row in results.ladder(lesson, found, *main):
             over = f"{before.ms_p50 / row.ms_p50:.2f}{mark(before) or mark(row)}" if before else ""
             line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-            body.append([*line, *_shares(row, table), over, ratio(row, peer)])
+            body.append([*line, *_shares(row), over, ratio(row, peer)])
             before = row
-    heads = [said("lesson"), said("rung"), "ms", said("rate"), *_heads_of_shares(table), said("over the rung before")]
+    heads = [said("lesson"), said("rung"), "ms", said("rate"), *map(said, SHARES), said("over the rung before")]
     shown = [row for _, lesson, found in ladder.lessons for row in results.ladder(lesson, found, *main)]
-    return markdown([*heads, said("over the best peer")], body) + shares.below(shown, table)
+    return markdown([*heads, said("over the best peer")], body) + shares.below(shown)
 
 
 def _lesson(found: Sequence[Row], order: Sequence[str], mark: Mark) -> str:
@@ -339,9 +323,10 @@ def cards(today: Today) -> str:
             line.append(said("{figures} ({page})").format(figures=_of_a_card(best) + mark, page=page) if best else "")
         body.append(line)
     about = said(
-        "The fastest rung of each operator at one shape: its rate, and the share of that card's own limit. The last "
-        "figure says how many times as fast as the best peer it is. Cards were measured on "
-        "different machines, with the versions that their pages name. An empty cell was not measured there."
+        "The fastest rung of each operator at one shape: its rate, the share of that card's own limit, and in brackets "
+        "the share of what the card's data sheet states. The last figure says how many times as fast as the best peer "
+        "it is. Cards were measured on different machines, with the versions that their pages name. An empty cell was "
+        "not measured there."
     )
     table = markdown([said("operator"), said("shape"), *(folder.name for folder in folders)], body)
     marked = said("{mark} Measured before the code or the inputs changed.").format(mark=MARK)
@@ -361,7 +346,8 @@ def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
 
 def _of_a_card(best: Fastest) -> str:
     over = said("{ratio} of {peer}").format(ratio=best.ratio, peer=best.peer.rung) if best.peer else ""
-    return f"`{best.row.rung}` {best.row.rate}, {shares.of_limit(best.row)}" + f", {over}" * bool(over)
+    sheet = f" ({found})" if (found := shares.of_sheet(best.row)) else ""
+    return f"`{best.row.rung}` {best.row.rate}, {shares.of_limit(best.row)}{sheet}" + f", {over}" * bool(over)
 
 
 def overview(language: str, today: Today) -> str:

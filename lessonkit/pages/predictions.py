@@ -12,6 +12,7 @@ from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
 from lessonkit.base.words import language, said, translated
 from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
+from lessonkit.measure import yardstick
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
 
@@ -95,7 +96,7 @@ def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
     """The times that a prediction is."""
     yield from both(said.ms) if said.ms else ()
     rates = [(said.tflop_per_s, row.tflop_per_s), (said.tb_per_s, row.tb_per_s)]
-    for predicted, measured in [*rates, (said.percent_of_limit, row.percent_of_limit)]:
+    for predicted, measured in [*rates, (said.percent_of_limit, yardstick.share(row).percent)]:
         yield from (row.ms_p50 * measured / value for value in both(predicted) if value)
     yield from (before.ms_p50 / value for value in both(said.times) if value)
 

@@ -25,6 +25,7 @@ from lessonkit.pages import (
     glossary,
     guides,
     kit,
+    limits,
     operator_pages,
     path_pages,
     pivots,
@@ -53,9 +54,8 @@ MEASURED = later("{where}. Measured {when}, {dtypes}, random inputs, L2 flushed,
 HOW_TO_READ = later(
     "A rung is one version of the kernel, which adds one idea to the rung before; a peer is a library's. Rungs stand "
     "first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes that the op must "
-    "move. The limit is a copy of as many bytes (`copy`) in the same rounds, or the FLOPs at cuBLAS's rate "
-    "at a size of 8192. It is a yardstick, and a kernel may exceed it. Nothing exceeds the second share, which "
-    "is of the bandwidth or the FLOPs that the card's data sheet states; the copy has this share alone."
+    "move. Nothing exceeds the second share, which is of the bandwidth or the FLOPs that the card's data sheet states; "
+    "the copy has this share alone."
 )
 
 UNITS = {  # columns of compiled kernels -> their heads
@@ -175,6 +175,8 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
             made[sanitized.with_suffix(".md")] = watched.page(folder, lessons)
         made |= _step_pages(folder, made)
+        if counted := limits.page(folder):
+            made[folder / limits.NAME] = counted
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
     for name, lesson in lessons.items():
@@ -329,7 +331,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         return f"{pivots.rate(row, unit)}{over}{mark(row)}"
 
     def time(row: Row) -> str:
-        sheet = f", {results.of_sheet(row):.0f}%" if results.card(row) else ""
+        sheet = f", {found}" if (found := shares.of_sheet(row)) else ""
         return f"{row.ms_p50:.4g} ({shares.of_limit(row)}{sheet}){mark(row)}"
 
     unit, of = pivots.unit(found), results.operator(name)
@@ -343,8 +345,9 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
     others = others.format(operator=said(of), file=operator_pages.file_name(of))
-    return f"# {said(title(name))}\n\n{about}\n\n{sentences(said(HOW_TO_READ), others)}\n\n" + "\n".join(
-        filter(None, parts)
+    return (
+        f"# {said(title(name))}\n\n{about}\n\n{sentences(said(HOW_TO_READ), said(shares.LIMIT), others)}\n\n"
+        + "\n".join(filter(None, parts))
     )
 
 
@@ -542,6 +545,9 @@ def _index(made: Collection[Path]) -> str:
         if gpu / first_calls.NAME in made:
             words = said("`course_ops`: [seconds of a first call, and peak memory]({file}).")
             parts.append(words.format(file=f"{gpu.name}/{first_calls.NAME}"))
+        if gpu / limits.NAME in made:
+            words = said("[Shares of the limit above 100%]({file}), counted by their causes.")
+            parts.append(words.format(file=f"{gpu.name}/{limits.NAME}"))
         if (tools := (gpu / sanitize.NAME).with_suffix(".md")) in made:
             words = said("Is it right? [Which sanitizer has watched which kernel]({file}).")
             parts.append(words.format(file=f"{gpu.name}/{tools.name}"))

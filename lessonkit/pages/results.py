@@ -2,17 +2,16 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from lessonkit.base import chips
 from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, kernels
-from lessonkit.measure import rows
+from lessonkit.measure import rows, yardstick
 from lessonkit.measure.rows import ELSEWHERE, Row
 from lessonkit.pages import guides
 
@@ -35,28 +34,29 @@ def intensity(row: Row) -> float:
     return row.tflop_per_s / row.tb_per_s if row.tb_per_s else 0.0
 
 
-# At which of a card's rates a dtype is computed; others have no rate of their own.
-RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8_e4m3fn": "fp8"}
-
-
 def card(row: Row) -> chips.Chip | None:
-    """The card of a row, if the table has it: nvidia-h200 is `h200`."""
-    return chips.CHIPS.get(row.gpu.rpartition("-")[2])
+    """The card of a row, if the table has it."""
+    return chips.of_gpu(row.gpu)
 
 
 def roofs(chip: chips.Chip, dtypes: Collection[str]) -> dict[str, float]:
     """The card's rates in TFLOP/s at which these dtypes are computed: {"bf16": 989.4}."""
-    names = dict.fromkeys(RATES.get(dtype, "fp32") for dtype in sorted(dtypes))
+    names = dict.fromkeys(chips.RATES.get(dtype, "fp32") for dtype in sorted(dtypes))
     return {name: chip.flops[name] / 1e12 for name in names if name in chip.flops}
 
 
 def of_sheet(row: Row) -> float:
     """The share in percent of what the card's data sheet allows at best, which nothing can exceed; 0 if unknown."""
-    if (chip := card(row)) is None or not row.ms_p50:
+    moved, flops = (rate * 1e9 * row.ms_p50 for rate in (row.tb_per_s, row.tflop_per_s))
+    return share_of_sheet(row.gpu, moved, flops if row.kind != "limit" else 0.0, row.ms_p50, row.dtype)
+
+
+def share_of_sheet(gpu: str, moved: float, flops: float, ms: float, dtype: str) -> float:
+    """The same of a kernel that moves so many bytes and computes so many FLOPs in so many milliseconds."""
+    if (found := chips.of_gpu(gpu)) is None or not ms:
         return 0.0
-    flops = row.tflop_per_s * 1e12 if row.kind != "limit" else 0.0
-    least, _ = chip.seconds(row.tb_per_s * 1e12, flops, RATES.get(row.dtype, "fp32"))
-    return 100 * least
+    least, _ = found.seconds(moved, flops, chips.RATES.get(dtype, "fp32"))
+    return 1e5 * least / ms
 
 
 def place(row: Row) -> tuple[str, str]:
@@ -66,9 +66,10 @@ def place(row: Row) -> tuple[str, str]:
 
 def bound(row: Row) -> str:
     """What a rung waits for: at half of its limit or more it is that limit; below, something in between."""
-    if row.ms_p50 * row.percent_of_limit * 10 < LAUNCH_US:
+    percent = yardstick.share(row).percent
+    if row.ms_p50 * percent * 10 < LAUNCH_US:
         return "launch"
-    if row.percent_of_limit < 50:
+    if percent < 50:
         return "latency"
     return "compute" if row.limited_by_math else "memory"
 
@@ -168,14 +169,14 @@ class Contest:
         peers = [r for r in mine if (*place(r), r.kind) == (*place(self.best), "peer")]
         return min(peers, key=lambda row: row.ms_p50, default=None)
 
-    def bars(self, axes: Any, share: Callable[[Row], float] = attrgetter("percent_of_limit")) -> None:
+    def bars(self, axes: Any) -> None:
         """Each rung's share of its limit; a colour a lesson, the best peer a dashed line."""
         lessons = list(dict.fromkeys(row.lesson for row in self.rungs))
         colours = [f"C{lessons.index(row.lesson) % 10}" for row in self.rungs]
-        axes.bar(range(len(self.rungs)), list(map(share, self.rungs)), color=colours)
+        axes.bar(range(len(self.rungs)), [yardstick.share(row).percent for row in self.rungs], color=colours)
         axes.set_ylabel("% of the limit, a colour a lesson", fontsize=7)
         if self.peer:
-            axes.axhline(share(self.peer), linestyle="--", color="k", linewidth=1)
+            axes.axhline(yardstick.share(self.peer).percent, linestyle="--", color="k", linewidth=1)
 
 
 def contests(folder: Path, languages: Collection[str] = ()) -> list[Contest]:

@@ -7,6 +7,7 @@ from typing import Any
 from lessonkit.base.chips import Chip
 from lessonkit.base.words import listed, said, sentences
 from lessonkit.lesson import Table
+from lessonkit.pages import shares
 from lessonkit.pages.results import LAUNCH_US, bound, card, intensity, largest, measured, of_sheet, operator, roofs
 
 
@@ -29,7 +30,7 @@ def roofline(folder: Path) -> Table | None:
             "dtype": row.dtype,
             "FLOPs a byte": f"{intensity(row):.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
             "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
-            "% of its limit": f"{row.percent_of_limit:.0f}", "% of the data sheet": f"{of_sheet(row):.0f}",
+            "% of its limit": f"{shares.percent(row):.0f}", "% of the data sheet": f"{of_sheet(row):.0f}",
             "bound by": bound(row),
             "at its smallest": bound(small),
         })  # fmt: skip

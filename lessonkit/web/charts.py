@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base import chips
 from lessonkit.base.words import translated
 from lessonkit.lesson import Lesson, shape_name
 from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots, predictions, shares
-from lessonkit.pages.results import BOUNDS, RATES, bound, intensity, ladder, measured, operator, place
+from lessonkit.pages.results import BOUNDS, bound, intensity, ladder, measured, operator, place
 from lessonkit.web.places import lesson_page, relative
 
 FIELDS = ("rung", "kind", "shape", "dtype", "ms_p50", "tb_per_s", "tflop_per_s", "percent_of_limit", "bytes",
@@ -68,8 +69,11 @@ def _chart(found: dict[str, list[Row]], said: Iterable[tuple[Lesson, Sequence[Ro
 
 def _field(row: Row, field: str) -> object:
     """A copy is the limit: beside matmuls, which need other than bytes, it has no share of it."""
-    lacks = field == "percent_of_limit" and row.kind == "limit" and row.percent_of_limit > 100
-    return 0 if lacks else getattr(row, field)
+    if field != "percent_of_limit":
+        return getattr(row, field)
+    if row.kind == "limit":
+        return row.percent_of_limit if row.percent_of_limit <= 100 else 0
+    return round(shares.percent(row), 1)
 
 
 def _round(value: float) -> float:
@@ -87,7 +91,7 @@ def of_roofline(folder: Path) -> dict[str, Any] | None:
             if row.kind == "limit":
                 copy = max(copy, row.tb_per_s)
             elif row.tflop_per_s:
-                rate = RATES.get(row.dtype, "fp32")
+                rate = chips.RATES.get(row.dtype, "fp32")
                 roofs[rate] = max(roofs.get(rate, 0.0), row.tflop_per_s)
         last = (row for row in found if row.rung == lesson.rungs[-1].__name__)
         most = max(last, key=lambda row: row.tflop_per_s * row.ms_p50, default=None)
@@ -98,7 +102,7 @@ def of_roofline(folder: Path) -> dict[str, Any] | None:
         points.append({
             "lesson": name.partition(".")[2], "rung": row.rung, "operator": operator(name), "shape": row.shape,
             "dtype": row.dtype, "x": _round(intensity(row)), "y": row.tflop_per_s, "first": first.tflop_per_s,
-            "percent": row.percent_of_limit, "share": shares.of_limit(row), "bound": bound(row),
+            "percent": round(shares.percent(row), 1), "share": shares.of_limit(row), "bound": bound(row),
             "href": relative(lesson_page(name), "roofline") + ".html",
         })  # fmt: skip
     return {"points": points, "copy": copy, "roofs": roofs} if points else None
@@ -130,7 +134,7 @@ def _words(language: str) -> dict[str, object]:
         "rate": translated("rate", language),
         "ms": translated("time, ms", language),
         "percent": translated("% of the limit", language),
-        "beyond": translated(shares.EITHER, language),
+        "beyond": translated(shares.ANY, language),
         "logx": translated("log x", language),
         "logy": translated("log y", language),
         "bytes": translated("least bytes to move, MB", language),

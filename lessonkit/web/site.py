@@ -134,7 +134,7 @@ class Sources:
                 heads = [translated(head, self.language) for head in english]
                 said.append(markdown(heads, map(self._point, data["points"])))
                 if any(shares.BEYOND in point["share"] for point in data["points"]):
-                    said.append(translated(shares.EITHER, self.language))
+                    said.append(translated(shares.ANY, self.language))
         own = next(picture for picture in all_pictures() if picture.name == "roofline").moving(self.language)
         said += [
             f"## {translated('Your own GPU', self.language)}",
