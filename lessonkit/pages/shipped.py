@@ -131,7 +131,9 @@ def brief(language: str) -> str:
             marked = ((MARK, SOME_OLD), (APART, SOME_APART))
             notes = [translated(note, language).format(mark=mark) for mark, note in marked if mark in table]
             about = translated(BRIEF, language).format(device=folder.name)
-            parts.append("\n".join([f"{about}\n", table, *[(" " if language == "en" else "").join(notes) + "\n"] * bool(notes)]))
+            parts.append(
+                "\n".join([f"{about}\n", table, *[(" " if language == "en" else "").join(notes) + "\n"] * bool(notes)])
+            )
     return "\n".join(parts) or f"{translated(NOT_MEASURED, language)}\n"
 
 
