@@ -118,23 +118,25 @@ def tile_order(index, tiles, heads, heads_at_once):
     return first + within % width, within // width
 
 
-# The mailbox needs no `empty` barrier. It has two slots, and a consumer reads slot n before it returns the first input
-# tile of work n. The producer writes slot n + 2 only after it has loaded that of work n + 1, so after that return.
+# The mailbox needs no `empty` barrier. It has one slot more than a CTA has buffers of one input, B. A consumer reads the
+# index of work n before it returns that input of work n. The producer writes the slot again for work n + B + 1, and it
+# has then loaded the input of work n + B, for which it waited for that return.
 @aggregate
 class TileScheduler:
     """Deals tiles out to persistent CTAs as they become free. The producer warp fetches an index from a counter in
     global memory, and publishes it to the CTA's consumers through a mailbox in shared memory. A CTA's first index is
     its program id; an index that is no tile ends the work."""
 
-    mailbox: gl.shared_memory_descriptor  # [2, 1] int32
-    published: gl.shared_memory_descriptor  # 2 mbarriers, one arrival
+    mailbox: gl.shared_memory_descriptor  # [slots, 1] int32
+    published: gl.shared_memory_descriptor  # an mbarrier a slot, one arrival
     counter_ptr: gl.tensor  # one int32, 0 before and after the kernel
 
     @gluon.jit
     def publish(self, index, count):
         """The producer warp tells the consumers the index of the CTA's tile number `count`."""
-        self.mailbox.index(count % 2).store(gl.full((1,), index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(self.published.index(count % 2))
+        slot = count % self.mailbox.shape[0]
+        self.mailbox.index(slot).store(gl.full((1,), index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(self.published.index(slot))
 
     @gluon.jit
     def fetch(self, num_tiles):
@@ -146,16 +148,17 @@ class TileScheduler:
     @gluon.jit
     def receive(self, count):
         """A consumer warpgroup waits for the index of the CTA's tile number `count`."""
-        stage, parity = ring_slot(count, 2)
-        mbarrier.wait(self.published.index(stage), parity)
-        return gl.max(self.mailbox.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        slot, parity = ring_slot(count, self.mailbox.shape[0])
+        mbarrier.wait(self.published.index(slot), parity)
+        return gl.max(self.mailbox.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.jit
-def allocate_scheduler(counter_ptr):
-    """A TileScheduler with its mailbox."""
-    mailbox = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return TileScheduler(mailbox=mailbox, published=allocate_barriers(2, 1), counter_ptr=counter_ptr)
+def allocate_scheduler(counter_ptr, BUFFERS: gl.constexpr = 1):
+    """A TileScheduler with its mailbox. BUFFERS: how many a CTA has of the input that it loads once a tile."""
+    SLOTS: gl.constexpr = BUFFERS + 1
+    mailbox = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return TileScheduler(mailbox=mailbox, published=allocate_barriers(SLOTS, 1), counter_ptr=counter_ptr)
 
 
 def tile_counter(device: torch.device) -> torch.Tensor:

@@ -122,8 +122,8 @@ def _(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     return dy.new_empty(0) if z is None else torch.empty_like(z), dy.new_empty(dy.shape[1])
 
 
-# One operator for all gradients, and a plain function where nothing else has to see it: to call an operator costs the
-# host as much as to launch kernels, and with few rows the GPU waits for the host.
+# One operator makes all gradients. Where nothing observes it (see unobserved), it is called as a function. To call an
+# operator costs the host as much as launching kernels, and with few rows the GPU waits for the host.
 def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,12 +42,12 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     x: [..., K] in float32, float16 or bfloat16. The matmuls are in its dtype, or in autocast's under torch.autocast.
     weight: [V, K] in x's dtype or float32. targets: [...] int64; a target that is no class gives NaN. Returns a scalar
     in float32.
-    The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Up to 2 K rows, or
-    K in float32, are one part where a gradient is wanted: their logits take no more memory than a sum of dW in float32,
-    which parts need. The logits' gradient is known up to a factor as soon as the loss is. So the forward makes dx and
-    dW at once if a gradient is wanted, and keeps them. The backward multiplies them by that factor in float32. They are
-    kept up to 256 times as large as the mean's, so that small ones do not become 0 in float16. x and weight are kept
-    too, as torch.nn.functional.linear keeps them.
+    The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Several parts need
+    a sum of dW in float32. The logits of 2 K rows, or of K in float32, take no more memory than that sum. So up to that
+    many rows are one part where a gradient is wanted. The logits' gradient is known up to a factor as soon as the loss
+    is. So the forward makes dx and dW at once if a gradient is wanted, and keeps them. The backward multiplies them by
+    that factor in float32. They are kept up to 256 times as large as those of the mean, so that small gradients do not
+    become 0 in float16. x and weight are kept too, as torch.nn.functional.linear keeps them.
     TypeError for another dtype, ValueError for another shape.
     Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
     """

@@ -152,7 +152,7 @@ def multiply_tiles(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in range(tl.cdiv(K, BLOCK_K)):
             k = step * BLOCK_K
-            # .T is free: wgmma reads a 16-bit tile in either order from shared memory.
+            # .T is free: wgmma, Hopper's MMA of a warpgroup, reads a 16-bit tile in either order from shared memory.
             a = a_desc.load([k, row]).T if A_T else a_desc.load([row, k])
             b = b_desc.load([col, k]).T if B_T else b_desc.load([k, col])
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -244,13 +244,13 @@ def subtiled(a, b):
 
 
 # Rung 5. New: warp specialization. In rungs 1 to 4 all 8 warps wait for a stage, multiply, and then all write C, while
-# the tensor cores are idle. Here 4 producer warps load and do nothing else. They keep 24 registers per thread, and the
-# instruction setmaxnreg gives the rest to the others. Two consumer warpgroups multiply and write 64 x 256 each. The
-# compiler splits the program by itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8
-# Triton 3.6 and 3.7 compile the same code as without it, and say nothing: look for 12 warps in the compiled kernel.
-# Predicted: loads never wait for an epilogue, so the 2.6% that writing C takes at K = 4096 are saved. With fewer steps
-# per tile the gain is larger. (Do not use it on a GPU that is shared: beside another process some answers are wrong.
-# Day 5, lesson 4.)
+# the tensor cores are idle. Here a producer warpgroup (4 warps) loads and does nothing else. It keeps 24 registers per
+# thread, and the instruction setmaxnreg gives the rest to the others. Two consumer warpgroups multiply and write 64 x
+# 256 each. The compiler splits the program by itself, if num_warps=4 and the descriptors are made in the kernel. With
+# num_warps=8 Triton 3.6 and 3.7 compile the same code as without it, and say nothing: look for 12 warps in the compiled
+# kernel. Predicted: loads never wait for an epilogue, so the 2.6% that writing C takes at K = 4096 are saved. With
+# fewer steps per tile the gain is larger. (Do not use it on a GPU that is shared: beside another process some answers
+# are wrong. Day 5, lesson 4.)
 def warp_specialized(a, b):
     """As tma_device, with a producer warpgroup and two consumer warpgroups."""
     return tma_device(a, b, specialize=True)

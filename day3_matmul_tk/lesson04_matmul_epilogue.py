@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from problems.linear import PROBLEM
+from problems.linear import PROBLEM, SEARCHED
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 3).
 LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
@@ -285,6 +285,7 @@ LESSON = Lesson(
         case("the residual's rows are longer than used; bytes are counted", M=128, N=128, K=16, residual=True, pad=8),
     ),
     wrong=WRONG,
+    peers=PROBLEM.peers | SEARCHED,
     claims={residual_fused: ("wgmma", "cp.async", "no spills"), linear_gelu: ("wgmma", "tma", "no spills")},
     passes={unfused: 3.66, bias_fused: 2.77, gelu_fused: 1.89, residual_fused: 1.0, linear_gelu: 1.0},
 )

@@ -10,13 +10,14 @@ Run it:    python3 course.py run lesson10_matmul_small_outputs
 Check it:  python3 course.py check lesson10_matmul_small_outputs
 Time it:   python3 course.py bench lesson10_matmul_small_outputs
 
-Budget for M = 128, N = K = 4096, in cycles of 0.55 ns (2300 bytes per cycle are HBM's 4.2 TB/s). An SM loads 40 bytes a
-cycle, and HBM gives 2300 to all SMs. The two overlap. The partial sums come afterwards:
+Budget for M = 128, N = K = 4096, in cycles of 0.55 ns. An SM loads 40 bytes a cycle. HBM gives 2300 bytes a cycle to
+all SMs together, which is 4.2 TB/s. The two overlap, so the longer one counts. The exchange comes afterwards: an SM
+writes a tile of fp32 partial sums and reads as much, at 64 bytes a cycle, and waits 4000 cycles:
 
-    tile, SPLITS     loads of an SM    HBM: b, 33.5 MB    parts, written and read    in all
-    128 x 64,  2     768 KB  19,700    14,600              32 KB + 4000   5,000      24,700
-    128 x 128, 4     512 KB  13,100    14,600              64 KB + 4000   6,100      20,700
-    128 x 256, 8     384 KB   9,800    14,600             128 KB + 4000   8,100      22,700
+    tile, SPLITS     loads of an SM    HBM: b, 33.5 MB    exchange                         in all
+    128 x 64,  2     768 KB  19,700    14,600              32 KB twice, 1000 + 4000        24,700
+    128 x 128, 4     512 KB  13,100    14,600              64 KB twice, 2100 + 4000        20,700
+    128 x 256, 8     384 KB   9,800    14,600             128 KB twice, 4100 + 4000        22,700
 
 4000 cycles are four round trips to L2 that overlap with nothing: stores, the fence behind them, a counter, loads.
 

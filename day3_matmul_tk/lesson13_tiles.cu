@@ -8,8 +8,7 @@
 //
 // A block's tile of 128 x 128 takes 32 KB a step of 64 for 2.1 MFLOP: 64 FLOPs a byte of L2 (lesson 1). A warp's 64 x
 // 32 reads 3 KB of shared memory for 65,536 FLOPs. At an SM's 128 bytes per cycle that is 2700 FLOPs per cycle, two
-// thirds of the tensor cores' peak and about what mma.sync reaches on Hopper. Kernel v4's warps have 64 x 64: 4 KB for
-// twice the FLOPs.
+// thirds of the tensor cores' peak. Kernel v4's warps have 64 x 64: 4 KB for twice the FLOPs.
 //
 //     block, 128 x 128 of C      warp 0 | warp 1 | warp 2 | warp 3      64 rows, 32 columns each
 //                                warp 4 | warp 5 | warp 6 | warp 7
@@ -120,7 +119,8 @@ struct Stage {
 
 // v3. New: a ring of stages, each a pair of tiles. STAGES - 1 steps are in flight while one is multiplied. A step needs
 // one barrier: the load behind it overwrites a stage that all warps multiplied before it. Predicted: no waiting for
-// memory within a tile, only for ldmatrix: all of mma.sync's rate, about 480 TFLOP/s.
+// memory within a tile, only for ldmatrix. So it reaches mma.sync's rate, which we take as 480 TFLOP/s. An H200 stays a
+// third below that, and the cause is not known.
 //
 // v4 is v3 with other constants: 128 x 256 of C a block, 64 x 64 per warp, 128 accumulator registers per thread. There
 // are two additions. Tiles come in groups of 8 rows (lesson 1). And C goes through the ring's memory, so it is stored

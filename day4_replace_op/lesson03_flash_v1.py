@@ -35,6 +35,9 @@ to the byte. An SM of an H200 has room for M = 116,000 elements of 16 bits. B_c 
     64     256    2.6 N^2      8 N^2                       a third of its time
     128    128    10 N^2       8 N^2                       no gain in time; 4 N D of scratch instead of N^2
 
+On an H200 both rungs have about half of the predicted rate. Traffic does not limit them alone: each program loads,
+waits, computes and stores one after the other. (The report's page has the cycles.)
+
 With one program per head, 16 heads at N = 16384 keep 16 of 132 SMs busy, so the gain is less there. Lesson 4 improves
 both the bytes and the number of programs.
 

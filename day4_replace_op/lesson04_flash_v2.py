@@ -25,11 +25,12 @@ overlaps:
     each other instruction on a score, 128 a cycle                                           128               128
     each instruction on an element of O                                                       64               128
 
-    rung            instructions per score   on O     beside the matmuls, D = 64, 128
-    swapped         7.5                    10       1024 +  960 + 640, 1280          2624, 3264
-    deferred        7.5                    1        1024 +  960 +  64,  128          2048, 2112
-    folded          5.5                    1        1024 +  704 +  64,  128          1792, 1856
-    tma             3.5                    1        1024 +  448 +  64,  128          1536, 1600
+    rung        instructions      cycles beside the matmuls: exponentials + scores + O
+                score    O        D = 64                         D = 128
+    swapped     7.5      10       1024 + 960 + 640 = 2624        1024 + 960 + 1280 = 3264
+    deferred    7.5       1       1024 + 960 +  64 = 2048        1024 + 960 +  128 = 2112
+    folded      5.5       1       1024 + 704 +  64 = 1792        1024 + 704 +  128 = 1856
+    tma         3.5       1       1024 + 448 +  64 = 1536        1024 + 448 +  128 = 1600
 
 The 7.5 are the mask's comparison and selection, scale, maximum, difference, the factor log2(e) of exp, sum, and half a
 conversion, which makes two 16-bit values at once. At D = 128 tma takes 2048 + 1600 = 3648 cycles per tile: 56% of the

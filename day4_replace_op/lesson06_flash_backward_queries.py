@@ -10,6 +10,14 @@ section 3.1 and algorithm 4; Dao 2023, algorithm 2.)
     dP = dO V^T        dS = P * (dP - delta)        dQ = scale dS K                                     this lesson
     dV = P^T dO                                     dK = scale dS^T Q                                   lesson 7
 
+Why one value is enough: for one query let g_j = dO . V_j be the gradient of its weight p_j. A softmax has
+dp_j / ds_k = p_j ([j = k] - p_k). So
+
+    dS_k = sum over j of g_j p_j ([j = k] - p_k)  =  p_k (g_k - sum over j of p_j g_j)
+    sum over j of p_j g_j  =  dO . (sum over j of p_j V_j)  =  dO . O  =  delta
+
+The sum over all keys is a dot product of two rows of D values, and the forward has computed O.
+
 dQ is a sum over keys. So a program owns a block of queries, as in lesson 5, and sweeps the keys that they see:
 
     P and dS of one causal head in blocks: x computed, m computed and masked, . not visible to any query

@@ -14,9 +14,9 @@ keys: it keeps K and V, sweeps the queries that see them, and computes P and dS 
 Budget. One kernel could do dQ too, with five matmuls in all, 10 S^2 D FLOPs per head. But then the programs of all keys
 add to the same dQ, by atomics, in another order each time. Here each sum has one owner, which adds in one order, and
 two runs agree to the bit. The price is seven matmuls, three in dq_kernel and four in dkdv_kernel. The rate counts five,
-as is customary: at cuBLAS's 790 TFLOP/s these two kernels reach 5/7 of it, 564. HBM traffic does not decide: at S = 512
-there are 320 FLOPs for each byte of the eight tensors, at longer S more, and 190 keep the tensor cores busy. A block of
-128 x 128 scores at D = 128, in cycles of an SM:
+as is customary: at cuBLAS's 790 TFLOP/s these two kernels reach at most 5/7 of it, 564. HBM traffic does not decide: at
+S = 512 there are 320 FLOPs for each byte of the eight tensors, at longer S more, and 190 keep the tensor cores busy. A
+block of 128 x 128 scores at D = 128, in cycles of an SM:
 
     seven matmuls                                 7 * 1024
     exponentials, in both kernels                 2 * 1024

@@ -18,7 +18,9 @@ Check it:  python3 course.py check lesson08_flash_hopper
 Time it:   python3 course.py bench lesson08_flash_hopper
 Compare:   diff day4_replace_op/flash_hopper/warp_specialized.py day4_replace_op/flash_hopper/overlap_softmax.py
 
-Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
+The budget
+----------
+One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
 
     unit           work                                              D = 128   D = 64
     tensor cores   two matmuls, 4 * 128 * 128 * D FLOPs, 4096 a cycle   2048     1024
@@ -29,12 +31,19 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
 The MUFU is the unit for special functions. The ALU's instructions are lesson 4's: a difference, a maximum, a sum and
 half a conversion per score. The rescaling of O adds one at D = 128, and half of one at D = 64, where O is half as
 large. Without L2, the first three take 3650 and 2560 cycles one after the other. Fully overlapped, they take 2048 and
-1024. At D = 128 the tensor cores are the limit; at D = 64 the tensor cores and the MUFU are equally busy. HBM moves Q,
-K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128: these are 268 MB, or 0.064 ms. Their
-matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s = 790 *
-2048 / cycles at D = 128, and 790 * 1024 / cycles at D = 64. A kernel that uses less power may run at a higher clock,
-and exceed 790.
+1024. At D = 128 the tensor cores are the limit; at D = 64 the tensor cores and the MUFU are equally busy.
 
+A tile has two ends, in which none of its matmuls runs: the first loads, and the way of O to memory. We count 3000
+cycles for both together, beside 2048 for each of its S / 128 blocks.
+
+HBM moves Q, K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128: these are 268 MB, or
+0.064 ms. Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512.
+
+On an H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s = 790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at
+D = 64. A kernel that uses less power may run at a higher clock, and exceed 790.
+
+Who does what, and where the data lies
+--------------------------------------
     CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
           only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
           40 registers per thread             232 registers per thread: S 64, P 32, O 64, the rest addresses
@@ -49,8 +58,10 @@ K and V have separate rings: QK can start before V has arrived, and K is free on
 one arrival per consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants
 its left operand, so P is packed to 16 bits and used in place.
 
-The timeline of a CTA: Q = Q K^T, P = P V, small letters: consumer 1, s = softmax, . = idle. A character is 128 cycles
-at D = 128. No role waits for a barrier or for bytes here.
+The timeline of a CTA
+---------------------
+Q = Q K^T, P = P V, small letters: consumer 1, s = softmax, . = idle. A character is 128 cycles at D = 128. No role
+waits for a barrier or for bytes here.
 
     warp_specialized   producer       K V K V ...         a K and a V a block, as soon as a stage is empty
                        tensor cores   QQQQqqqq..PPPPppppQQQQqqqq..PPPPpppp      idle when both are in their softmax
@@ -63,16 +74,20 @@ at D = 128. No role waits for a barrier or for bytes here.
                        softmax 0      ....ssssss..........ssssss......          idle time; ping_pong has barriers for it
                        softmax 1      ss..........ssssss..........ssss
 
-In cycles of a block, for both consumers. The predictions were made with one instruction more per score:
+The cycles of a block, for both consumers. "Drawn" is what the timeline shows. "Predicted" adds the waits that the last
+column names, and counts one instruction per score more than the budget does:
 
-    file               drawn   prediction  why more
+    file               drawn   predicted   why more
     warp_specialized   2340    2900        one after the other it is 3800; about half of the softmax overlaps by chance
     overlap_softmax    2048    2400        a consumer's PV covers 512 cycles of its softmax, which takes 800; no barrier
                                            keeps the other consumer's matmuls in the remaining 300
     ping_pong          2048    2100        a wait for the other consumer in each block. This failed: see below
 
-Each rung is a complete file in flash_hopper/ and differs from the one before by one idea, marked `# New:`.
-Predicted at S = 4096, all keys, in TFLOP/s:
+The rungs
+---------
+Each rung is a complete file in flash_hopper/ and differs from the one before by one idea, marked `# New:`. All rungs
+start causal tiles in lesson 5's order: the longest first, and a few heads at a time. Predicted at S = 4096, all keys,
+in TFLOP/s:
 
     file                      new                                                    D = 128   D = 64
     warp_specialized.py       a producer warp, two consumers; about half of the         558      404
@@ -89,6 +104,8 @@ Predicted at S = 4096, all keys, in TFLOP/s:
     ping_pong.py              of overlap_softmax.py: two barriers make the consumers    770      476
                               issue in turns, 2100 cycles
 
+Predicted and measured
+----------------------
 Where the ladder begins: at this shape lesson 4's autotuned `flash_v2` has 595 TFLOP/s and `warp_specialized` 614, so
 warp specialization alone is worth 3%. Lesson 4's `tma`, whose tile is not tuned, has 478 TFLOP/s. Compared with that
 one, the same rung would seem to be worth 28%. So compare with the best kernel.
@@ -99,15 +116,17 @@ Rungs of this lesson (H200, bf16, S = 4096; TFLOP/s before -> after, predicted i
     QK before PV, D = 64, all keys        451 -> 443 (476)   no gain
     ping-pong, D = 128, all keys          685 -> 681 (770)   no gain
     lazy rescaling, D = 128, all keys     685 -> 756 (750)   faster than FlashAttention-4, 716 in the same rounds
-    persistent CTAs, S = 512, all keys    407 -> 505 (547)   by its rate a tile takes 15,900 cycles, not 11,700; so the
-                                                             3000 of its ends are a fifth, not a quarter
+    persistent CTAs, S = 512, all keys    407 -> 505 (547)   without them a tile takes 15,900 cycles, where 11,700 were
+                                                             counted. So its ends, 3000, are a fifth, not a quarter
     persistent CTAs, causal               677 -> 712 (731)   the gain is largest where tiles are short
     half of the diagonal block, causal    712 -> 735 (723)   a tile begins with it, and nothing runs under it
     the same kernel, all keys             779 -> 789 (780)   only the mask is new, once a tile; but S = 16384 gains 1%,
                                                              too: 815 -> 823. Cause not found
 
-Ping-pong brings nothing here: ping_pong has 0.99 to 1.02 times the rate of overlap_softmax at all 15 shapes. The
-prediction took 300 cycles of each block for a matter of order. Two things speak against that:
+Why ping-pong gains nothing
+---------------------------
+The rung ping_pong has 0.99 to 1.02 times the rate of overlap_softmax at all 15 shapes. The prediction assumed that the
+two consumers' order costs 300 cycles of each block. Two things speak against that:
 
 1. There is less to gain. By its rate overlap_softmax takes 2360 cycles per block. The 3000 of a tile's ends are 90 of
    these at S = 4096. At S = 16384 they are 20 of 2240. So about 200 cycles are lost in a block, not 350.
@@ -125,12 +144,17 @@ At D = 64 overlap_softmax gains nothing over warp_specialized, and loses 3% at S
 exponentials do run under PV. In part the prediction began too low: warp_specialized is 12% faster than predicted, so
 more of its softmax overlaps by chance. The cause of the rest is not found.
 
-A wait that ptxas moves: no exponential depends on PV. So ptxas may move the wait for PV above the exponentials. Without
-a store between them it does (Triton 3.6 and 3.7): the PTX has the exponentials first, and in the machine code all 66
-come after the wait. So overlap_softmax and ping_pong store their row sums, which no thread reads. lazy_rescaling stores
-its sums anyway. `tests/test_flash_hopper.py` counts the exponentials under PV.
+A wait that ptxas moves
+-----------------------
+The assembler ptxas makes machine code of PTX, and may change the order of instructions. No exponential depends on PV.
+So ptxas may move the wait for PV above the exponentials. Without a store between them it does (Triton 3.6 and 3.7): the
+PTX has the exponentials first, and in the machine code all 66 come after the wait. So overlap_softmax and ping_pong
+store their row sums, which no thread reads. lazy_rescaling stores its sums anyway. `tests/test_flash_hopper.py` counts
+the exponentials under PV.
 
-Experiments with other versions of these kernels. Their rounds differ, so compare only within a line:
+Experiments
+-----------
+Other versions of these kernels. Their rounds differ, so compare only within a line:
 
     no store, D = 128: QK before PV       610 -> 697 (674)   all keys; the exponentials stand after the wait for PV. So
                                                              the rung's gain is that of QK and PV issued together
@@ -141,14 +165,20 @@ Experiments with other versions of these kernels. Their rounds differ, so compar
     raise m, no second QK, D = 128        459 -> 748 (755)   all keys, falling scores; cuDNN in the same rounds: 682
     the same, D = 64                      303 -> 511 (550)   falling scores; cuDNN: 476
 
-Lazy rescaling has a price. The loop visits the last block of keys first. So if scores fall along the keys, each block
-that the loop meets has a larger maximum. The other order is no cure: then scores that rise along the keys are the bad
-case. A consumer may compute such a block again with its own maximum. That costs a QK, a row maximum and 128 * 128
-exponentials, and nothing runs under them. Or it may raise m, which needs no matmul. That costs about 190 instructions
-per warp at D = 128: 64 multiplications of P, 64 of O, 32 conversions, and the new m. With their waits this takes 300
-cycles. In reports/nvidia-h200/operators.csv the data named "falling" have weights that grow by 2^23 per block. So every
-third block raises m, which is 100 cycles per block on average. Predicted for bf16: 5% fewer TFLOP/s than for random
-data. By the rows it is 0% to 4% fewer at D = 128, and 9% to 14% at D = 64, where a block takes half as many cycles.
+The price of lazy rescaling
+---------------------------
+The loop visits the last block of keys first. So if scores fall along the keys, each block that the loop meets has a
+larger maximum. The other order is no cure: then scores that rise along the keys are the bad case. A consumer that meets
+such a block has a choice:
+
+    compute the block again    a QK, a row maximum and 128 * 128 exponentials, and nothing runs under them
+    raise m                    no matmul. About 190 instructions per warp at D = 128: 64 multiplications of P, 64 of O,
+                               32 conversions, and the new m. With their waits 300 cycles
+
+In reports/nvidia-h200/operators.csv the data named "falling" have weights that grow by 2^23 per block. One raise lasts
+for a growth of 2^61 in bf16 (lazy_rescaling.py). So every third block raises m, which is 100 cycles per block on
+average. Predicted for bf16: 5% fewer TFLOP/s than for random data. By the rows it is 0% to 4% fewer at D = 128, and 9%
+to 14% at D = 64, where a block takes half as many cycles.
 
 Experiments of your own: ping-pong's two barriers in warp_specialized.py, without the overlap within a consumer. In
 lazy_rescaling.py a second QK for each large sum (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in bf16, too; STAGES = 3 at

@@ -7,6 +7,10 @@ You will be able to: fuse a backward pass in which many programs add to one of t
 matmul where its operands lie and what runs meanwhile, and how fast the kernel can be at best.
 You need: lesson 7 (dS = P (dP - delta)), lesson 8 (producer and consumers), day 3's lesson 9 (TMA, mbarriers).
 
+The predictions of rungs 1 to 3 are too high: on an H200 these rungs have 65% to 91% of the predicted rate. Two costs
+were counted too low, the atomics of rungs 1 and 2, and consumers that compute exponentials at the same time. A part is
+not explained. The report's page says for each rung what is known.
+
 The budget
 ----------
 Lesson 7 does seven matmuls instead of five: the programs that own queries and the programs that own keys each compute S
@@ -21,7 +25,7 @@ A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64
     MUFU (exp2)      one per score, 16 a cycle                             512     1024
     ALU              4 other instructions per score, 128 lanes             256      512
     shared memory    wgmma reads 256 KB, threads and TMA write 48 KB      2432     2304
-                     (D = 64: 288 KB together), 128 bytes per cycle
+                     (D = 64: 224 and 64 KB), 128 bytes per cycle
     dQ to L2         32 KB of fp32: 13 bytes per cycle, of about 39
 
 Tensor cores and shared memory are both busy for the whole step, so any other work costs time unless it runs under
@@ -55,6 +59,13 @@ Who holds what
     dK  += dS^T Q    dS^T registers        Q    shared memory      registers, 64, for the whole tile
     dQ   = dS   K    dS   shared memory    K    shared memory      registers, 32; added to fp32 in memory at each step
 
+The budget's bytes of shared memory follow from this table. An operand of a step is 16 KB there: 64 x 128 elements of
+16 bits. (At D = 64 K and V of a consumer are 8 KB.) In KB for one consumer and one step:
+
+               S^T      dP^T     dV      dK      dQ        sum    both    written: Q and dO, dS of both
+    D = 128    16+16    16+16    0+16    0+16    16+16     128     256    32 + 16
+    D = 64      8+16     8+16    0+16    0+16    16+16     112     224    32 + 32
+
 S and dP are computed transposed, [keys, queries]. So the accumulators of S^T and dP^T already have the layout of the
 left operands P^T and dS^T. So the matmuls for dV and dK read no scores from shared memory. Only dQ sums over the keys
 of both consumers. Each consumer writes its dS^T and arrives on an mbarrier (`ds_full`). When both have arrived, each
@@ -71,13 +82,15 @@ computes half of dQ from both.
       -lse and -delta        2 stages x 2 x ROWS in fp32                   1        2     TMA, consumers
       all, rungs 5 and 6     of 227; barriers take less than 1           209      226
 
-The rungs (flash_hopper_backward/, a complete file each: read the first one, then `diff` each with the next)
------------------------------------------------------------------------------------------------------------
-1. five_matmuls: the table above, one matmul after the other; dQ is added by the threads (red.global.add)
-2. overlap_matmuls: issue each matmul early, wait late: something is always on the tensor cores
+The rungs
+---------
+Each is a complete file in flash_hopper_backward/. Read the first one, then `diff` each with the next.
+
+1. five_matmuls: the matmuls of the table, one after the other. The threads add dQ to memory (red.global.add)
+2. overlap_matmuls: each matmul is issued early and awaited late. So the tensor cores always have one
 3. tma_reduce: dQ goes through shared memory, and one thread issues a TMA reduce
-4. persistent_scheduler: one CTA per SM, tiles from a counter: a tile's ends overlap with the next tile
-5. ping_pong: the consumers take turns at exponentials, dQ is a step late
+4. persistent_scheduler: one CTA per SM takes tiles from a counter. A tile's ends overlap with the next tile
+5. ping_pong: the consumers take turns at exponentials, and dQ is a step late
 6. causal_skip: at D = 128 a consumer of a causal head skips the block of queries that does not see its keys
 
 A step at D = 128, without waits for barriers or bytes. A character is 128 cycles. The tensor cores do S, D = dP,
@@ -92,10 +105,10 @@ thread's TMA reduce.
                        consumers      xxxx.gg.............r
     persistent_scheduler has the same step; ping_pong.py draws its own.
 
-In cycles of a step. The predictions count fewer atomics than the pictures draw, or none:
+The cycles of a step. "Drawn" is what the timeline shows. "Predicted" counts fewer atomics, or none:
 
     rung               drawn   predicted   why they differ
-    five_matmuls       4096    3200        half of the work beside the matmuls was to overlap, atomics included
+    five_matmuls       4096    3200        predicted: half of the work beside the matmuls overlaps, atomics included
     overlap_matmuls    3328    2800        the prediction counts no atomics, but 240 cycles of exchange and barriers
     tma_reduce         2560    2800        the exchange and the barriers
 

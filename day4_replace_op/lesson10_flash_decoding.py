@@ -7,8 +7,8 @@ Budget, of a head of K and V in bf16, with S keys: 4 S D bytes, and 4 S D FLOPs 
 is one FLOP per byte and query head, where an H200 can do 190 FLOPs per byte. So the floor is bytes: K and V read once.
 
     B = 16, 8 heads of K and V, S = 8192, D = 128      537 MB    0.13 ms at 4.2 TB/s, for 8 or 32 query heads
-    B = 1, the same                                     34 MB    0.008 ms; with a launch and the first answers 0.015,
-                                                                 and with a second launch 0.018
+    B = 1, the same                                     34 MB    0.008 ms; with a launch and the latency of the
+                                                                 first loads 0.015, with a second launch 0.018
 
 Lesson 5 has a program for each query head, which visits all keys. Query heads that share K and V read them once each,
 and for one sequence with 32 heads 32 of 132 SMs work. Flash-Decoding (Dao, Haziza, Massa and Sizov 2023) changes both:
@@ -24,7 +24,7 @@ and for one sequence with 32 heads 32 of 132 SMs work. Flash-Decoding (Dao, Hazi
     merge                  lse = log(sum exp(lse_i)),  o = sum exp(lse_i - lse) o_i
 
 Merging is exact, as in lesson 12. With parts of 512 keys and 4 rows, partial results written and read are 1.6% of K
-and V. Of the report's peers, FA4 does not split keys on Hopper, so one sequence keeps it from most of the SMs.
+and V. Of the report's peers, FA4 does not split keys on Hopper, so with one sequence it uses few SMs.
 
 Refused: lengths of single sequences (lesson 11), other head sizes, strides, more than 64 rows (course_ops.attention).
 Before you read on: why do 4 query heads cost no more than one? Which barrier and which memory ordering stand before the

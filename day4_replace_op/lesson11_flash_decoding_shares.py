@@ -4,8 +4,8 @@ Lesson 10 divides the keys of each head. You will be able to divide the keys of 
 will number the parts that arise, and say how often a merge waits for memory.
 
 Lesson 10 leaves two costs. Where heads are many, it does not split them, and programs run in waves. An H200 has room
-for 396 programs at once, three an SM. So 512 programs are one wave and a third of one, in which an SM has a program or
-none. Where lesson 10 does split, one program merges the parts of a head one after another.
+for 396 programs at once, three an SM. So 512 programs are a full wave and one of 116 programs, in which an SM has one
+program or none. Where lesson 10 does split, one program merges the parts of a head one after another.
 
 Here all heads' blocks of keys stand in one row. The programs take equal shares of it, wherever heads end. This is
 Stream-K (Osama et al. 2023, and lesson 3 of day 3). There are one or two programs per SM, all resident at once. A share
@@ -16,7 +16,7 @@ may end within a head: then its parts are merged.
     parts       0 0 0 0 0 1 1 2 2 2 3 3 3 3 4 5 5 5 5 5 6      part = program + head: from one part to the next, one of
                                                                the two grows, or both. Numbers may stay unused
 
-Budget, at 4.2 TB/s. One sequence of 8192 with 8 heads is 34 MB, 8 us of bytes, with a launch and the first answers 15.
+Budget, at 4.2 TB/s. One sequence of 8192 with 8 heads is 34 MB: 8 us of bytes, 15 with a launch and the first loads.
 Lesson 10 adds a merge: its last program waits for L2 32 times, once a part, and 32 * 600 cycles are 11 us in which 124
 SMs are idle. A second kernel is another launch and two waits, 3 us; but it can have a program for each row.
 

@@ -7,7 +7,7 @@ compiled. Predicted from lesson 16's count:
     a step of eager PyTorch      75 ms, of which 35 are matmuls
     one for one                  attention 10 -> 6, the loss 14 -> 4, norms 10 -> 8: 59 ms, 1.27 times the tokens
     fused                        53 ms, which is 1.4 times the tokens (lesson 21)
-    torch.compile of PyTorch     fuses what we fuse but the attention kernel and the loss into its matmul: about 60 ms
+    torch.compile of PyTorch     fuses what we fuse, except attention, and the loss with its matmul: about 60 ms
 
 Memory peaks where the loss's backward begins. Eager PyTorch then holds weights and AdamW's state, 1.5 GB, and the
 activations of 12 layers, 0.9 GB each in bf16 and fp32. It also holds three [M, V] in fp32, 6.6 GB each: the
@@ -22,17 +22,17 @@ same step's kernels.
 A faster training counts only if it learns the same. Two runs that round differently drift apart. So the yardstick is
 PyTorch against itself. Its losses in two runs lie up to 0.03 apart, and ours may lie three times as far from it.
 
-Do the fused operators have a bias? The table cannot say so: it is one run from one seed, in which our loss ends 0.004
-above PyTorch's. Ask with more seeds, replace one part at a time, and let PyTorch run twice. Of 200 steps on an H200, in
-means of 20, the largest difference from PyTorch:
+Do the fused operators have a bias? The report's table of losses cannot say so. It is one run from one seed, in which
+our loss ends 0.004 above PyTorch's. So the experiment uses more seeds, replaces one part at a time, and lets PyTorch
+run twice. The largest difference from PyTorch in 200 steps on an H200, in means of 20 steps:
 
     seed    all fused    one part fused    PyTorch again
     1       -0.0025      -0.0036           +0.0026
     2       -0.0002      -0.0008           +0.0003
     3       -0.0173      -0.0192           not run
 
-So no bias shows. How far two runs drift apart depends on the seed, and the sign is chance: here ours lies below
-PyTorch, and in the table above it.
+So no bias shows. How far two runs drift apart depends on the seed. The sign is chance: with these seeds our loss lies
+below PyTorch's, and in the report's table above it.
 
 You will learn: to compare trainings, what a compiler fuses by itself, how much of a prediction from bytes comes true.
 Run it:    python3 course.py run lesson22_train

@@ -37,9 +37,9 @@ print(f"{device.name()}: B={B} H={H} S={S} D={D} {DTYPE}, causal")
 # %% [markdown]
 # ## Baseline
 # Written out, attention makes an S x S matrix for each head. The scores, the scaled scores, the masked scores and the
-# weights are each written once and read once: 8 S^2 elements, which is 2 S / D times the 4 S D elements of q, k, v and
-# o. PyTorch's own operator does not write that matrix. Predict, before you run on: how many bytes is the matrix here,
-# and how long would these eight crossings take at your machine's bandwidth?
+# weights are each written once and read once. That is HBM traffic of 8 S^2 elements, 2 S / D times the 4 S D elements
+# of q, k, v and o. PyTorch's own operator does not write that matrix. Predict before you run on. How many bytes is the
+# matrix here? How long would the traffic of 8 S^2 elements take at your machine's bandwidth?
 
 
 # %%

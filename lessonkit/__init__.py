@@ -31,7 +31,7 @@ from lessonkit.lesson import (
     stepwise,
 )
 from lessonkit.modes import gluon as _gluon  # noqa: F401  a launch of a Gluon kernel goes there without a GPU
-from lessonkit.modes.inductor import by_inductor
+from lessonkit.modes.inductor import by_inductor, by_search
 from lessonkit.modes.opaque import opaque
 from lessonkit.validate import FLOATS, expect, runs_on, tma_takes
 
@@ -55,6 +55,7 @@ __all__ = [
     "Work",
     "budget",
     "by_inductor",
+    "by_search",
     "case",
     "cuda",
     "device",

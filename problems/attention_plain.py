@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from problems.attention import fa4, fa4_backward, precision
+from problems.attention import _sdpa_cudnn_backward, fa4, fa4_backward, precision
 
 __all__ = ["PROBLEM", "PROBLEM_BACKWARD", "PROBLEM_LSE", "precision"]
 
@@ -244,6 +244,10 @@ def _sdpa_flash_backward(q, k, v, o, lse, dout, causal=False):
     )
 
 
+def _cudnn_backward(q, k, v, o, lse, dout, causal=False):
+    return _sdpa_cudnn_backward(dout, q, k, v, o, lse, causal)
+
+
 def _fa4_backward(q, k, v, o, lse, dout, causal=False):
     return fa4_backward(dout, q, k, v, o, lse, causal)
 
@@ -280,7 +284,12 @@ PROBLEM_BACKWARD = Problem(
         {"B": 8, "H": 32, "S": 2048, "D": 64, "causal": False},
         {"B": 4, "H": 32, "S": 4096, "D": 64, "causal": True},
     ),
-    peers={"torch naive": _by_hand_backward, "SDPA flash": _sdpa_flash_backward, "FA4": _fa4_backward},
+    peers={
+        "torch naive": _by_hand_backward,
+        "SDPA flash": _sdpa_flash_backward,
+        "SDPA cuDNN": _cudnn_backward,
+        "FA4": _fa4_backward,
+    },
     properties=(same_each_time, zero_where_nothing_can_change),
     refuses=(
         Refusal("lse of another shape", lambda f: f(*_bad_gradient(4, lambda t: t[..., 1:])), ValueError, "lse"),

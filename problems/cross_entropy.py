@@ -47,8 +47,8 @@ _LIGERS = WeakTensorKeyDictionary()  # logits -> the copy that Liger writes into
 def _liger(logits, targets):
     """The loss alone, rounded to the logits' dtype; None for lse.
 
-    Liger writes into the logits: zeros where a row has no target, and the gradient if one is asked for. So there is no
-    backward of it here, and the forward has a copy of the logits, made at the first call.
+    Liger writes into the logits: zeros where a row has no target, and the gradient if one is asked for. So the forward
+    has a copy of the logits, made at the first call. Why Liger is no peer of the backward: see PROBLEM_BACKWARD.
     """
     forward = import_module("liger_kernel.ops.cross_entropy").cross_entropy_forward
     if logits not in _LIGERS:
@@ -186,6 +186,10 @@ PROBLEM_BACKWARD = Problem(
     benches=tuple(
         {"M": M, "V": V} for M, V in ((4096, 50257), (4096, 32768), (8192, 128256), (2048, 131072), (32768, 1024))
     ),
+    # Liger is no peer here. Its forward writes softmax - onehot over the logits, and its backward multiplies that by
+    # dloss. From logits and lse it would have to copy the logits, compute the loss again and then multiply: 7 passes
+    # over [M, V] (2 + 3 + 2), where 2 answer this question. Where the loss and all gradients are asked together, in
+    # problems/linear_cross_entropy.py, Liger is a peer.
     peers={
         "torch": reference_backward,
         "torch.compile": by_inductor(_one_expression),

@@ -5,7 +5,7 @@ The tanh form of GELU. PROBLEM_BACKWARD: from dy, x, w and z = x W^T + bias to d
 
 import math
 
-from lessonkit import DEVICE, Problem, Refusal, Work, by_inductor, case
+from lessonkit import DEVICE, Problem, Refusal, Work, by_inductor, by_search, case
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ PEERS = {
     "torch": reference,  # a product, and one kernel more; so is torch.compile
     "cuBLASLt": _cublaslt,  # the library's own epilogue
 }
+# A search compiles and times dozens of kernels for each shape: too long for all shapes of the zoo. So day 3's lesson 4
+# has this peer, at the shapes that it times, and `course_ops.linear` has not.
+SEARCHED = {"torch.compile max-autotune": by_search(reference)}
 # fmt: off
 REFUSES = (
     Refusal("W as [K, N]", lambda f: f(inputs(2, 8, 3)[0], *inputs(2, 3, 8)[1:]), ValueError, "w \\[N, K\\]"),

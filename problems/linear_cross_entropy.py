@@ -45,6 +45,8 @@ def _liger(gradients):
     return call
 
 
+# As it comes: its search would time 44 configurations of each of the matmuls and epilogues that a call chains, and it
+# takes no shorter list (problems/quack_search.py).
 def _quack(x, w, targets):
     with torch.enable_grad():
         leaves = x.detach().requires_grad_(), w.detach().requires_grad_()

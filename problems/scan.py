@@ -9,6 +9,8 @@ from lessonkit import DEVICE, Problem, Refusal, Work, by_inductor, case
 
 import torch
 
+from problems.cub import cub_scan, cub_scan_reversed
+
 
 def reference(x):
     # Reads n, writes n. Summed in fp32 at least: PyTorch's CUDA scan of bf16 adds in bf16, too coarse to judge by.
@@ -66,7 +68,7 @@ PROBLEM = Problem(
     ),
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
     bench_dtype=torch.float32,
-    peers={"torch": lambda x: x.cumsum(0), "torch.compile": by_inductor(lambda x: x.cumsum(0))},
+    peers={"torch": lambda x: x.cumsum(0), "torch.compile": by_inductor(lambda x: x.cumsum(0)), "CUB": cub_scan},
     properties=(strange_numbers,),
     refuses=(
         Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "expected 1"),
@@ -89,5 +91,9 @@ PROBLEM_BACKWARD = Problem(
     inputs=inputs,
     work=work,
     bench_dtype=torch.float32,
-    peers={"torch": reference_backward, "torch.compile": by_inductor(reference_backward)},
+    peers={
+        "torch": reference_backward,
+        "torch.compile": by_inductor(reference_backward),
+        "CUB": cub_scan_reversed,
+    },
 )

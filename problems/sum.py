@@ -9,6 +9,8 @@ from lessonkit import DEVICE, Problem, Refusal, Work, by_inductor, case
 
 import torch
 
+from problems.cub import cub_sum
+
 
 def reference(x):
     return x.sum()  # reads n, writes 1
@@ -76,7 +78,7 @@ PROBLEM = Problem(
     ),
     benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
     bench_dtype=torch.float32,
-    peers={"torch": torch.sum, "torch.compile": by_inductor(lambda x: x.sum())},
+    peers={"torch": torch.sum, "torch.compile": by_inductor(lambda x: x.sum()), "CUB": cub_sum},
     properties=(strange_numbers, nan_and_infinity, wherever_it_lies),
     refuses=(
         Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "expected 1"),

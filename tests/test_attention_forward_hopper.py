@@ -117,6 +117,7 @@ def test_bytes_of_a_window_are_those_of_its_keys(D):
     assert traffic.read < 2 * D * S * (1 + 2 * (window + rows + 2 * keys) / rows)
 
 
+MANY = {"S": 200, "D": 64, "causal": False, "H": 12}  # tiles of a CTA
 WIDE, EDGE = {"S": 300, "D": 256, "S_k": 400}, {"S": 450, "D": 192, "window": 200}
 WRONG = (  # why, function, old, new, case, and what finds it: "value" or the fault's words
     ("Q's first columns twice", "issue_qk", "warpgroup_mma(q[1]", "warpgroup_mma(q[0]", WIDE, "value"),
@@ -131,6 +132,12 @@ WRONG = (  # why, function, old, new, case, and what finds it: "value" or the fa
      "this is over: a wgmma of"),
     ("O is written while TMA reads it", "epilogue", "tma.store_wait(0)", "pass", WIDE, "this is over: TMA reads"),
     ("threads write O, TMA reads it unfenced", "epilogue", "fence_async_shared()", "pass", WIDE, "no fence_async_sha"),
+    ("Q comes before its buffer is returned", "producer_partition", "stage), parity ^ 1)", "stage), parity)", MANY,
+     "value|for ever|over|arrivals"),
+    ("Q's buffers are one", "q_stage", "return buffer * self.CONSUMERS + consumer", "return consumer", MANY,
+     "value|for ever|over|arrivals"),
+    ("a mailbox of two slots beside two buffers of Q", "attention_hopper_kernel", "counter_ptr, Q_BUFFERS)",
+     "counter_ptr)", MANY, "value|for ever|over|arrivals"),
     ("a block above the diagonal is not returned", "consumer_partition", "range(unseen)", "range(0)", WIDE,
      "value|for ever|over"),
     ("a window of one key more", "first_key", "+ 1 - self", "- self", EDGE, "value"),

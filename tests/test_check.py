@@ -5,7 +5,7 @@ import dataclasses
 from lessonkit import DEVICE, Lesson, Work, budget, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
 from lessonkit.commands import show
-from lessonkit.judge import check, products, verify
+from lessonkit.judge import check, products, rounding, verify
 from lessonkit.lesson import Grad
 
 import pytest
@@ -299,10 +299,11 @@ def test_equal_terms_of_a_product_may_round_alike():
 
 
 def test_small_terms_of_a_long_sum_may_be_lost():
-    """Each of 8191 terms is below half of the sum's last place: added one after the other they change nothing."""
-    terms = torch.full((1, 8192), 1e-8, device=DEVICE)
+    """Each term but the first is below half of the sum's last place: added one after the other they change nothing."""
+    n = rounding.ONE_BY_ONE
+    terms = torch.full((1, n), 1e-8, device=DEVICE)
     terms[0, 0] = 5.0
-    question = asked(torch.matmul, terms, torch.ones(8192, 1, device=DEVICE))
+    question = asked(torch.matmul, terms, torch.ones(n, 1, device=DEVICE))
     question = dataclasses.replace(question, usual=(question.exact[0].float(),))
     check.compare(question, torch.full((1, 1), 5.0, device=DEVICE))
     assert not accepts(question, torch.full((1, 1), 5.001, device=DEVICE))

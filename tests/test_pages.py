@@ -278,7 +278,18 @@ def test_scan_is_held_against_cub_on_every_page():
         assert cell in text
         assert operator_pages.FROM_ELSEWHERE in text
     assert (contest.peer.rung, f"{contest.best.ratio_to_best_peer:.2f}") == (scan.peer.rung, scan.ratio)
-    assert "CUB (`scan`)" in shipped.from_rows(folder, "en")
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+@pytest.mark.parametrize(("peers", "said"), [([], False), ([("scan", "CUB")], True)])
+def test_the_operators_table_names_the_peers_of_lessons_alone(monkeypatch, peers, said):
+    monkeypatch.setattr(shipped, "further_peers", lambda: peers)
+    text = shipped.from_rows(FOLDERS[0], "en")
+    assert ("Not among the peers of this table" in text) == ("CUB (`scan`)" in text) == said
+
+
+def test_no_lesson_has_a_peer_that_the_operators_lack():
+    assert ("scan", "CUB") not in shipped.further_peers()
 
 
 def test_a_missing_ratio_of_a_steps_table_is_marked():

@@ -354,6 +354,26 @@ def test_a_row_is_old_when_its_source_has_changed(measured):
     assert stale.old()[0].why == "this shape is no longer timed"
 
 
+def test_a_row_is_to_be_measured_again_when_a_peer_was_added(measured):
+    """A ratio says nothing of a peer that was not timed. One that says why it has no time is no reason."""
+    now = measured()
+    found = [a_row(source=now, gpu=DEVICE), *(a_row(rung=peer, kind="peer", gpu=DEVICE) for peer in LESSONS[ADD].peers)]
+    path = rows.REPORTS / DEVICE / f"{ADD}.csv"
+
+    def whys(kept):
+        rows.write_atomically(path, rows.as_csv([row.sealed() for row in kept]))
+        return [each.why for each in stale.old() if each.named[1] == "add_wide"]
+
+    assert whys(found) == []
+    assert whys(found[:-1]) == ["a peer was added"]
+    assert stale.show_equal() == 0, "machine code that is equal does not make up for it"
+    absent = dataclasses.replace(found[-1], kind=rows.ABSENT, reason="not installed")
+    assert whys([*found[:-1], absent]) == []
+    line = {"lesson": ADD, "peer": found[-1].rung, "shape": "n=98432", "reason": "not installed"}
+    rows.write_atomically(path.with_name("absent.csv"), to_csv([line]))
+    assert whys(found[:-1]) == []
+
+
 @pytest.mark.parametrize(("peer", "version", "why"), [
     ("quack", "", ["a peer's version is missing"]), ("quack", "quack-kernels 0.6.5", []), ("torch", "", []),
 ])  # fmt: skip

@@ -8,9 +8,11 @@ cores multiply P V of one block of keys while the other units compute the softma
 
 A CTA is a producer warp and two consumer warpgroups (three for D <= 64). Each consumer has 64 queries of a tile.
 
-    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier
-    producer        only issues TMA loads: the Q of the next tile, then for each block K(j) and V(j - 1), as stages
-                    get empty. It fetches the tile from the scheduler.
+    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier.
+                    For D <= 64 Q has two buffers, so that the next tile's Q comes while this tile is computed.
+    producer        only issues TMA loads: the next tile's K(0) and Q, then K(j) and V(j - 1) of each block, as stages
+                    get empty. K(0) is first, since its stage is empty before Q is. It fetches the tile from the
+                    scheduler.
     consumer        issues S(j) and O += P(j - 1) V(j - 1), and computes the softmax of S(j) while that matmul runs
 
 Lazy rescaling: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the row
@@ -214,7 +216,7 @@ def problem_of(problem, work):
 class PartitionArgs:
     """What all warps of a CTA share."""
 
-    q: Ring  # a consumer's Q is a ring of one stage
+    q: Ring  # of consumer c's n-th tile: stage c of buffer n % buffers
     k: Ring
     v: Ring
     o_descs: gl.tuple
@@ -225,12 +227,19 @@ class PartitionArgs:
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
     cap_scale: gl.tensor | gl.constexpr  # None without a softcap, see score_scales
+    CONSUMERS: gl.constexpr
+
+    @gluon.jit
+    def q_stage(self, consumer, count):
+        """Where a consumer's Q of the CTA's tile number `count` lies, and the parity of its `full`."""
+        buffer, parity = ring_slot(count, self.q.full.shape[0] // self.CONSUMERS)
+        return buffer * self.CONSUMERS + consumer, parity
 
 
 @gluon.jit
 def producer_partition(args, GROUP: gl.constexpr):
     q, k, v = args.q, args.k, args.v
-    CONSUMERS: gl.constexpr = q.full.shape[0]
+    CONSUMERS: gl.constexpr = args.CONSUMERS
     PACK: gl.constexpr = q.descs[0].block_type.shape[-3]
     QUERIES: gl.constexpr = args.problem.QUERIES
     KEYS: gl.constexpr = k.descs[0].block_type.shape[-2]
@@ -240,16 +249,18 @@ def producer_partition(args, GROUP: gl.constexpr):
         problem, within = problem_of(args.problem, args.problem.work(index))
         batch, head, row, blocks, last = problem.tile(within, CONSUMERS * QUERIES, KEYS)
         queries, keys = place_of(batch, problem.q_end, problem.S_q), place_of(batch, problem.k_end, problem.S_k)
+        if blocks > 0:
+            k.load(k.wait_empty(step), keys, head // GROUP, (last - 1) * KEYS)
         for consumer in gl.static_range(CONSUMERS):
-            mbarrier.wait(q.empty.index(consumer), count & 1 ^ 1)
-            q.load(consumer, queries, head * PACK, row + consumer * QUERIES)
-        for block in range(blocks + 1):  # K of a block, then V of the one before: the order in which they are needed
+            stage, parity = args.q_stage(consumer, count)
+            mbarrier.wait(q.empty.index(stage), parity ^ 1)
+            q.load(stage, queries, head * PACK, row + consumer * QUERIES)
+        for block in range(1, blocks + 1):  # K of a block, then V of the one before: the order in which they are needed
             if block < blocks:
                 stage = k.wait_empty(step + block)
                 k.load(stage, keys, head // GROUP, (last - 1 - block) * KEYS)
-            if block > 0:
-                stage = v.wait_empty(step + block - 1)
-                v.load(stage, keys, head // GROUP, (last - block) * KEYS)
+            stage = v.wait_empty(step + block - 1)
+            v.load(stage, keys, head // GROUP, (last - block) * KEYS)
         step += blocks
         count += 1
         index = args.scheduler.fetch(args.problem.num_tiles())
@@ -413,6 +424,7 @@ class ConsumerTile:
     WHICH: gl.constexpr  # of the CTA's consumers
     args: PartitionArgs
     problem: Problem
+    q_stage: gl.tensor
     q: gl.tuple  # [ROWS, columns]
     k: Ring
     v: Ring
@@ -503,7 +515,7 @@ def main_loop(c, p, o, m, l, begin, edge, end):
 @gluon.jit
 def drain(c, p, o, step):
     """The last PV. Q is released a matmul early, so that the next tile's Q is loaded under the epilogue."""
-    c.args.q.release(c.WHICH)
+    c.args.q.release(c.q_stage)
     o, p = wait_pv(issue_pv(p, o, c.v, step), p)
     c.v.release(step)
     return o
@@ -532,7 +544,7 @@ def half_block_first(c, o, m, l, end):
 def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
     CAUSAL: gl.constexpr = args.problem.CAUSAL
     WINDOW: gl.constexpr = args.problem.window is not None
-    CONSUMERS: gl.constexpr = args.q.full.shape[0]
+    CONSUMERS: gl.constexpr = args.CONSUMERS
     QUERIES: gl.constexpr = args.problem.QUERIES
     ROWS: gl.constexpr = args.q.descs[0].block_type.shape[-3] * QUERIES
     KEYS: gl.constexpr = args.k.descs[0].block_type.shape[-2]
@@ -559,13 +571,15 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
         m = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
         l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = zero_chunks(args.v.descs, ROWS)
-        q = matrices_of(args.q.smems, WHICH)
+        q_stage, parity = args.q_stage(WHICH, count)
+        q = matrices_of(args.q.smems, q_stage)
         c = ConsumerTile(
-            WHICH=WHICH, args=args, problem=problem, q=q, k=args.k, v=args.v, step=step, row=row, key=key
+            WHICH=WHICH, args=args, problem=problem, q_stage=q_stage, q=q, k=args.k, v=args.v, step=step, row=row,
+            key=key,
         )  # fmt: skip
         for block in range(unseen):
             release_unread(c, block)
-        mbarrier.wait(args.q.full.index(WHICH), count & 1)
+        mbarrier.wait(args.q.full.index(q_stage), parity)
         if CAUSAL and not ALIGNED:
             o, m, l = masked_blocks(c, o, m, l, unseen, masked - 1)
         if unseen < blocks:
@@ -575,7 +589,7 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
                 p, o, m, l = first_block(c, o, m, l, masked - 1, KEYS)
                 o, m, l = main_loop(c, p, o, m, l, masked - 1, edge, end)
         else:
-            args.q.release(WHICH)
+            args.q.release(q_stage)
         if WINDOW:
             for block in range(end, blocks):
                 release_unread(c, block)
@@ -619,7 +633,7 @@ def release_unread(c, block):
     c.v.release(c.step + block)
 
 
-# O has a buffer of its own: the next tile's Q is being loaded into that of this tile. A query without visible keys has
+# O has a buffer of its own: the next tile's Q may be coming into that of this tile. A query without visible keys has
 # O = 0 and lse = -inf.
 @gluon.jit
 def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):
@@ -681,22 +695,23 @@ def attention_hopper_kernel(
     records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H
     scale_log2, cap_scale,  # see score_scales
     tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
+    Q_BUFFERS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):  # fmt: skip
     if records_ptr is not None:
         tiles = gl.load(records_ptr)
     QUERIES: gl.constexpr = q_desc.block_type.shape[-2]
     args = PartitionArgs(
-        q=allocate_ring(q_desc, q_rest, CONSUMERS, 1), k=allocate_ring(k_desc, k_rest, K_STAGES, CONSUMERS),
+        q=allocate_ring(q_desc, q_rest, Q_BUFFERS * CONSUMERS, 1), k=allocate_ring(k_desc, k_rest, K_STAGES, CONSUMERS),
         v=allocate_ring(v_desc, v_rest, V_STAGES, CONSUMERS),
         o_descs=chunks(o_desc, o_rest), o_smems=allocate_out(o_desc, o_rest, CONSUMERS),
         largest_sums=gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        scheduler=allocate_scheduler(counter_ptr),
+        scheduler=allocate_scheduler(counter_ptr, Q_BUFFERS),
         problem=Problem(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
             CAUSAL=CAUSAL, QUERIES=QUERIES, records_ptr=records_ptr, q_end=None, k_end=None,
         ),
-        lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale,
+        lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale, CONSUMERS=CONSUMERS,
     )  # fmt: skip
     # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536.
     if CONSUMERS == 2:
@@ -730,7 +745,7 @@ def attention_forward(
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     o, lse = empty_results(q, D_v)
-    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D, D_v)
+    group, (keys, *buffers) = H // H_kv, blocks_of_keys(D, D_v)
     longest_q, longest_k, in_step = S_q, S_k, (S_k - S_q) % 128 == 0
     if sequences is not None:
         longest_q, longest_k = sequences.longest_q, sequences.longest_k
@@ -759,8 +774,8 @@ def attention_forward(
         window = min(window, S_k)  # no query sees more, and an int32 holds it
     attention_hopper_kernel[(min(tiles * B * packs, num_sms(q.device)),)](
         *descs, *rest_descs, lse, tile_counter(q.device), listed, *score_scales(scale, softcap),
-        tiles, packs, B * packs, at_once, S_q, S_k, window, group // pack, causal, k_stages, v_stages, consumers,
-        aligned, num_warps=4,
+        tiles, packs, B * packs, at_once, S_q, S_k, window, group // pack, causal, *buffers, consumers, aligned,
+         num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -791,14 +806,18 @@ def chunks_of_128(columns: int) -> tuple[int, int]:
     return 128, (64 if columns <= 192 else 128)
 
 
-def blocks_of_keys(D: int, D_v: int) -> tuple[int, int, int]:
-    """Keys of a block, and the stages of K and of V: what fits beside Q and O."""
+def blocks_of_keys(D: int, D_v: int) -> tuple[int, int, int, int]:
+    """Keys of a block, the buffers of Q, and the stages of K and of V: what fits beside O.
+
+    A second Q gains where a tile's own work is short. On an H200 it brought 10% at D = 64 and S = 512, 1.5% at
+    S = 4096. At D = 128 it brought nothing.
+    """
     longer = max(D, D_v)
     if longer <= 64:
-        return 128, 4, 4
+        return 128, 2, 4, 4
     if D <= 192 and D_v <= 128:
-        return 128, 2, 2
-    return 64, *((3, 2) if longer <= 192 else (2, 2))
+        return 128, 1, 2, 2
+    return 64, 1, *((3, 2) if longer <= 192 else (2, 2))
 
 
 def variant(S_k: int, D: int, keys: int, causal: bool, window: int | None, in_step: bool) -> tuple[int, bool]:

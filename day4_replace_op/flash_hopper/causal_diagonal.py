@@ -229,9 +229,9 @@ def first_rows(tile, ROWS: gl.constexpr):
     return tile.slice(0, ROWS, dim=0) if tile.shape[0] > ROWS else tile
 
 
-# New: one comparison per element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the
-# register that holds the column, and keys & 6 is one value for the whole thread. Each comparison has a constant on one
-# side.
+# New: one comparison per element. Thread t of the four that share a row has the columns 8 j + b + 2 t, b = 0 or 1.
+# So keys & ~6, which is 8 j + b, is a constant of the register that holds the column. And keys & 6, which is 2 t, is
+# one value for the whole thread. Each comparison has a constant on one side.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones."""

@@ -4,7 +4,7 @@ A consumer issues QK of block j + 1 before PV of block j. wgmma is asynchronous 
 matmul is unfinished, S(j + 1) is ready and PV(j) may still run. So the softmax of block j + 1 runs under PV(j).
 
     tensor cores   Q0Q0......Q1Q1P0P0..Q2Q2P1P1..Q3Q3P2P2..   Q = Q K^T   P = P V, both of one consumer
-    its softmax        s0s0s0    s1s1s1    s2s2s2    s3s3s3   s = softmax, under P of the block before
+    its softmax        s0s0s0    s1s1s1    s2s2s2    s3s3s3   s = softmax, under P of the block before; digit: block
 
 Predicted: 674 TFLOP/s instead of 558 at D = 128, and 476 instead of 404 at D = 64. Measured on an H200: 685 after 614,
 and 443 after 451. So at D = 64 the rung gains nothing. Lesson 8 says what is known of the reason.

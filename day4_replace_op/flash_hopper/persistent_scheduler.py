@@ -91,9 +91,12 @@ class Ring:
         mbarrier.arrive(self.empty.index(step % self.empty.shape[0]))
 
 
-# New: TileScheduler, which later rungs import from course_ops.hopper. The mailbox needs no `empty` barrier. It has two
-# slots, and a consumer reads slot n before it returns the Q of tile n. The producer writes slot n + 2 only after it has
-# loaded the Q of tile n + 1, so after that return.
+# New: TileScheduler, which later rungs import from course_ops.hopper. The mailbox has two slots. Index n is in slot
+# n % 2, so index n + 2 overwrites it. No `empty` barrier is needed. In this chain each step waits for the one before:
+#
+# |   producer   publish n                                                load Q of n + 1 --> publish n + 2
+# |                       \                                              ^ waits for q_empty
+# |   consumer              --> receive n --> tile n --> release Q of n --/
 @aggregate
 class TileScheduler:
     """Deals tiles out to persistent CTAs. A CTA's first index is its program id; one that is no tile ends the work."""

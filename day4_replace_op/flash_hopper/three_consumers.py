@@ -210,8 +210,9 @@ def issue_pv(c, p, o, step):
     return warpgroup_mma(p, as_matrix(c.v.smem.index(stage)), o, is_async=True)
 
 
-# New: few registers. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the register that
-# holds the column, and keys & 6 is one value for the whole thread. A comparison is one instruction with a constant.
+# New: few registers. Thread t of the four that share a row has the columns 8 j + b + 2 t, b = 0 or 1. So keys & ~6,
+# which is 8 j + b, is a constant of the register that holds the column. And keys & 6, which is 2 t, is one value for
+# the whole thread. A comparison is one instruction with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf past the last key; row, key: the block's first ones."""

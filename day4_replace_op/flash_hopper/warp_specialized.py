@@ -7,6 +7,7 @@ queries each: S = Q K^T, softmax, O += P V, one after the other.
     consumer 0          ....QQQQssssssPPPP....QQQQssssssPPPP
     consumer 1          ........QQQQssssssPPPP....QQQQssssssPPPP     Q = Q K^T   s = softmax   P = P V
 
+Q0 and Q1 are the queries of consumers 0 and 1. K0 and V0 are the block that the loop visits first.
 The loop visits the last block of keys first. So the block that needs a mask, the tail or the diagonal, is a tile's
 first one. Gluon and these barriers are explained in day 3's lesson 9.
 """

@@ -49,10 +49,10 @@ KEYS, STAGES = 64, 2  # keys of a consumer; blocks of Q and dO in the ring
 LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
 
 
-# Two values of each row, negative because they are added: lse / unit, in the unit of the scores, and
-# delta = rowsum(dO * O). The next kernel may start while this one ends (programmatic dependent launch). It waits for
-# the results with gdc_wait. This kernel and finish_kernel go from the last head to the first: what was written last is
-# still in L2.
+# Two values of each row: lse / unit, which is lse in the unit of the scores, and delta = rowsum(dO * O). Both are
+# stored negative, since they are added later. The next kernel may start while this one ends (programmatic dependent
+# launch). It waits for the results with gdc_wait. This kernel and finish_kernel go from the last head to the first:
+# what was written last is still in L2.
 @triton.jit
 def prepare_kernel(
     out, dout, lse_ptr, start_ptr, delta_ptr, sum_ptr,  # [B, H, S, D] twice, [B H, S] three times, [B H S D] in fp32
@@ -399,8 +399,9 @@ def tma_reduce(grad_out, q, k, v, out, lse, causal=False, window=None, scale=Non
     prepare_kernel[(B * H * S // 32,)](
         out, grad_out, lse, start, delta, total, out.stride(), grad_out.stride(), scale, H, S, 32, D
     )
-    # Causal: a few heads at a time, so that long and short tiles run side by side. 16 if half of L2, 25 MiB, holds what
-    # 32 heads share: Q, dO and the sum of dQ, 8 S D bytes each, so S D <= 102400. Otherwise 8.
+    # Causal: a few heads at a time, so that long and short tiles run side by side. 16 if what 32 heads share
+    # fits into 25 MiB, less than half of the L2 of an H200. That is 8 S D bytes of Q, dO and the sum of dQ for a head,
+    # so S D <= 102400. Otherwise 8.
     backward_kernel[(S // (2 * KEYS) * B * H,)](
         *(tensor_descriptor(t, [1, 1, block, D]) for t in (q, grad_out)),
         *(tensor_descriptor(t, [1, block], swizzled=False) for t in (start, delta)),

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT, changing, write_atomically
-from lessonkit.base.tables import head
+from lessonkit.base.tables import head, read_csv
 from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, discover, kernels, shape_name
 from lessonkit.measure import fingerprint, launches, operator_rows, rows
@@ -27,6 +27,7 @@ from lessonkit.measure.rows import Row
 
 PARTS = operator_rows.PARTS[:3]  # of a source fingerprint; a lesson's peer has a row of its own
 NO_VERSION = later("a peer's version is missing")  # so its shape shows no ratio (rows.read)
+NO_ROW = later("a peer was added")  # so the ratio may be to the second best
 WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
     "compiled": later("what the compiler made of each rung (no GPU needed)"),
     "emulated": later("what each CUDA kernel asks of memory, counted (no GPU needed)"),
@@ -90,6 +91,7 @@ class Today:
         self.lessons = dict(lessons)
         self.known: dict[tuple[str, str], str] = {}
         self.given: dict[str, str] = {}
+        self.beside: dict[Path, dict[str, set[str]]] = {}  # a file of rows: at each shape the rungs and peers in it
 
     def source(self, row: Row) -> str:
         """The row's fingerprint today; "" if the lesson no longer has such a rung or peer."""
@@ -104,6 +106,19 @@ class Today:
                 self.known[key] = ""
         return self.known[key]
 
+    def lacks_a_peer(self, row: Row, lesson: Lesson) -> bool:
+        """Whether the lesson declares a peer that has at this shape neither a time nor a reason why there is none."""
+        path = rows.REPORTS / row.gpu / f"{row.lesson}.csv"
+        if path not in self.beside:
+            self.beside[path] = {}
+            for each in rows.read_all(path):
+                self.beside[path].setdefault(each.shape, set()).add(each.rung)
+            for line in read_csv(path.with_name("absent.csv")):
+                if renames.lesson(line["lesson"]) == row.lesson:
+                    self.beside[path].setdefault(line["shape"], set()).add(line["peer"])
+        there = self.beside[path].get(row.shape)
+        return there is not None and not lesson.peers.keys() <= there
+
     def why_old(self, row: Row) -> str:
         """What has changed since the row was measured; "" if nothing has, or nothing that the GPU would notice."""
         row = replace(row, rung=row.rung.removesuffix(rows.ELSEWHERE))
@@ -117,7 +132,7 @@ class Today:
             return later("this shape is no longer timed")
         now = self.source(row)
         if row.is_of(now):
-            return ""
+            return NO_ROW if row.kind == "rung" and self.lacks_a_peer(row, lesson) else ""
         then = row.source.split()[0] if row.source else ""
         changed = [p for p, a, b in zip(PARTS, then.split("."), now.split("."), strict=False) if a != b]
         return f"{' and '.join(changed) or 'code'} changed"

@@ -443,7 +443,7 @@ def _ships(ships: Sequence[operator_rows.Row]) -> Iterator[str]:
             us=f"{1000 * (most.ms - most.best_peer_ms):.0f}", peer=most.best_peer, ratio=f"{most.ratio:.2f}",
         )  # fmt: skip
     if further := shipped.further_peers():
-        words = said("Not among these peers, since Python cannot call it: {peers}. Lessons are timed beside it.")
+        words = said("Not among these peers: {peers}. Lessons are timed beside it.")
         yield words.format(peers=listed(f"{peer} (`{operator}`)" for operator, peer in further))
 
 

@@ -180,7 +180,7 @@ def from_rows(folder: Path, language: str) -> str:
     further = between.join(peer_of.format(peer, operator) for operator, peer in further_peers())
     notes = [
         MORE[language].format(device=folder.name),
-        FURTHER[language].format(further),
+        *[FURTHER[language].format(further)] * bool(further),
         *[NO_RATIO[language]] * (UNJUDGED in table),
         *[UNSTEADY[language].format(device=folder.name)] * (APART in table),
         *[MARKED[language]] * (MARK in table),
@@ -201,7 +201,7 @@ def place(row: operator_rows.Row) -> str:
 
 
 def further_peers() -> list[tuple[str, str]]:
-    """(operator, peer) of each peer that only lessons time: those that Python cannot call."""
+    """(operator, peer) of each peer that only lessons time."""
     found = dict[tuple[str, str], None]()
     for op in operator_rows.operators():
         for _, lesson in kernels():
