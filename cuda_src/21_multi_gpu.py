@@ -80,7 +80,8 @@ LESSON = Lesson(
             rung=ring_flags,
             at=SHARED,
             percent_of_limit=50,
-            why="The prediction counts bytes alone. Ranks also wait for each other's flags; how long was not measured.",
+            why="In each of the 6 steps a block waits for its neighbour's flag, and has no load in flight meanwhile. "
+            "What that costs was not measured alone.",
         ),
     ),
     prints="Between GPUs, which the rows above are not: there all ranks share one memory.",

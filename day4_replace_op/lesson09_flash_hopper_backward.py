@@ -1,5 +1,8 @@
 """Flash attention backward on Hopper: five matmuls, TMA reduce, ping-pong
 ========================================================================
+Ping-pong brings nothing in the forward pass (lesson 8). Here it gains 7% to 16% at D = 64 from S = 2048 on, and at most
+3% at D = 128. The consumers exchange dS at each step, so without turns both compute exponentials at the same time.
+
 You will be able to: fuse a backward pass in which many programs add to one of the three gradients. You can say for each
 matmul where its operands lie and what runs meanwhile, and how fast the kernel can be at best.
 You need: lesson 7 (dS = P (dP - delta)), lesson 8 (producer and consumers), day 3's lesson 9 (TMA, mbarriers).

@@ -117,3 +117,17 @@ def test_the_guide_lists_every_operator():
     for page in ("README.md", "README.zh-CN.md"):
         listed = set(re.findall(r"^\| `(\w+)\(", (ROOT / "course_ops" / page).read_text(), re.MULTILINE))
         assert listed == set(course_ops.__all__) - {"Unsupported", "patch"}, page
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readme_is_one_page(page):
+    """What is needed for a first use. The rest stands in the guide, and the README says where."""
+    text = (ROOT / "course_ops" / page).read_text()
+    assert len(text.splitlines()) <= 120
+    guide = page.replace("README", "GUIDE")
+    lines = (ROOT / "course_ops" / guide).read_text().splitlines()
+    headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    linked = set(re.findall(rf"\({re.escape(guide)}#([^)]+)\)", text))
+    assert linked
+    assert linked <= anchors, linked - anchors

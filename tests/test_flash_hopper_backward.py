@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 from importlib import import_module
 
+from lessonkit.measure import rows
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
@@ -94,3 +95,31 @@ def test_the_last_rung_has_the_shipped_kernels_main_loops(D, causal):
         ours = [loop for loop in ours if not loop["FSEL"]]
     assert len(rung) == (4 if causal else 2)
     assert rung == ours
+
+
+@pytest.mark.release
+def test_what_the_lessons_say_of_ping_pong():
+    """In front of both lessons, of ping_pong.py in both folders, and where lesson 5 is held against lesson 4."""
+    ms = {}
+    for lesson in ("lesson04_flash_v2", "lesson05_flash_options", "lesson08_flash_hopper",
+                   "lesson09_flash_hopper_backward"):  # fmt: skip
+        found = rows.read(rows.REPORTS / rows.MACHINE / f"day4_replace_op.{lesson}.csv")
+        ms[lesson[:8]] = {(row.rung, row.shape): row.ms_p50 for row in found}
+
+    def gains(lesson, before, **wanted):
+        """rung ping_pong over an earlier one, at each shape with these sizes."""
+        of = ms[lesson]
+        for rung, shape in of:
+            sizes = dict(size.split("=") for size in shape.split())
+            if rung == "ping_pong" and wanted.items() <= sizes.items():
+                yield int(sizes["S"]), of[before, shape] / of[rung, shape]
+
+    assert {f"{gain:.2f}" for _, gain in gains("lesson08", "overlap_softmax")} <= {"0.99", "1.00", "1.01", "1.02"}
+    long = [gain for S, gain in gains("lesson09", "persistent_scheduler", D="64") if S >= 2048]
+    assert (f"{min(long):.2f}", f"{max(long):.2f}") == ("1.07", "1.16")
+    assert f"{max(gain for _, gain in gains('lesson09', 'persistent_scheduler', D='128')):.2f}" in ("1.02", "1.03")
+    at = "B=4 H=16 S=4096 D=128"
+    (general,) = (t for (rung, shape), t in ms["lesson05"].items() if rung == "attention" and at in shape
+                  and "causal=True" not in shape)  # fmt: skip
+    (plain,) = (t for (rung, shape), t in ms["lesson04"].items() if rung == "flash_v2" and at in shape)
+    assert f"{1 - plain / general:.0%}" == "16%"

@@ -7,7 +7,7 @@ import re
 from types import SimpleNamespace
 
 from lessonkit.__main__ import app
-from lessonkit.base import device
+from lessonkit.base import device, words
 from lessonkit.base.files import write_atomically
 from lessonkit.commands import show
 from lessonkit.lesson import kernels
@@ -595,6 +595,25 @@ def test_the_readmes_table_is_made_from_the_rows(tmp_path, timings, monkeypatch,
     gone = [dataclasses.replace(row, shape="M=1 N=1").sealed() for row in found]
     (folder / "operators.csv").write_text(operator_rows.as_csv(gone))
     assert shipped.from_rows(folder, language) == "", "shapes that are asked no longer"
+
+
+@pytest.mark.parametrize(("language", "decoding"), [("en", "`attention` decoding"), ("zh", "`attention` 解码")])
+def test_the_readme_has_one_line_an_operator(tmp_path, timings, monkeypatch, language, decoding):
+    """Mean, and the worst in brackets; decoding has a line of its own."""
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    assert shipped.brief(language) == f"{words.translated(shipped.NOT_MEASURED, language)}\n"
+    both = [*zip(of("softmax", "forward"), (1.0, 0.25), strict=False), (of("softmax", "backward")[0], 2.0)]
+    found = [*both, (of("attention", "decoding")[0], 0.5)]
+    folder = tmp_path / "some-gpu"
+    write_atomically(folder / "operators.csv", operator_rows.as_csv(fake(case, ratio=r) for case, r in found))
+    assert [line for line in shipped.brief(language).splitlines() if line.startswith("| `")] == [
+        "| `softmax` | 0.50 (0.25) | 2.00 (2.00) |",
+        f"| {decoding} | 0.50 (0.50) |  |",
+    ]
+    old = fake(both[0][0], fingerprint="0.0.0.0", ratio=0.9, p80=0.9)
+    write_atomically(folder / "operators.csv", operator_rows.as_csv([old]))
+    assert f"| 0.90 (0.90 {operator_pages.APART}) {operator_pages.MARK} |" in shipped.brief(language)
+    assert shipped.brief(language).count(operator_pages.MARK) == 2, "in the table and at the note"
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def tracked(root):
 
 
 TRACKED = tracked(ROOT)
-IN_BOTH = ("README.md", "SYLLABUS.md", "GLOSSARY.md", "api_card.md")
+IN_BOTH = ("README.md", "GUIDE.md", "SYLLABUS.md", "GLOSSARY.md", "api_card.md")
 CARDS = sorted(ROOT.glob("day2_triton_basics/api_card*.md"))
 
 

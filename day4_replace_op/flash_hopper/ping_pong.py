@@ -16,6 +16,9 @@ together: one is at most as many blocks ahead of the other as a ring has stages,
 Why there is none, as far as it is known: the consumers of overlap_softmax.py seem to reach this picture without
 barriers. The one that issues second waits for the first one's matmuls, and stays behind by as much. Lesson 8 says what
 speaks for that. FlashAttention-3 has named barriers in place of these mbarriers.
+
+In the backward pass the same idea gains 7% to 16% at D = 64 from S = 2048 on (lesson 9). There the consumers exchange
+dS at each step. So they cannot drift apart by themselves, and without turns both exponentiate at the same time.
 """
 
 import math

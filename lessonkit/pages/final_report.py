@@ -422,7 +422,7 @@ def _ships(ships: Sequence[operator_rows.Row]) -> Iterator[str]:
     )
     yield words.format(
         even=operator_rows.BEHIND, ahead=len(means), all=len(found), least=f"{min(means, default=0):.2f}",
-        most=f"{max(means, default=0):.2f}", page="../../course_ops/README.md#how-fast",
+        most=f"{max(means, default=0):.2f}", page="../../course_ops/GUIDE.md#every-ratio",
     )  # fmt: skip
     judged = [row for row in ships if row.judged and row.ratio < operator_rows.BEHIND]
     if judged:

@@ -217,8 +217,10 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
         text = filled(page.read_text(), "tiers", verify.tiers(language))
         text = filled(text, "lines", kit.lines(language))
         made[page] = filled(text, "modules", kit.modules()) if language == "en" else text
-        guide = ROOT / "course_ops" / readme
-        made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
+        ops = ROOT / "course_ops" / readme
+        made[ops] = filled(ops.read_text(), "speed", shipped.brief(language))
+        guide = ops.with_name(readme.replace("README", "GUIDE"))
+        made[guide] = filled(guide.read_text(), "ratios", shipped.speed(language, today))
     return made | guides.pages() | path_pages.pages() | glossary.pages() | readme_pictures.pages()
 
 

@@ -1,9 +1,13 @@
-"""How fast the operators of course_ops are: from operators.csv, or else from the lessons whose last rungs they ship."""
+"""How fast the operators of course_ops are: from operators.csv, or else from the lessons whose last rungs they ship.
+
+The README of course_ops has a line an operator (`brief`), its GUIDE a line for each direction with the worst shape.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
+from lessonkit.base.words import later, translated
 from lessonkit.lesson import kernels
 from lessonkit.measure import operator_rows
 from lessonkit.measure.operator_rows import Summary
@@ -99,6 +103,38 @@ HEADS_OF_ROWS = {
     ],
     "zh": ["course_ops.", "方向", "形状数", "平均比值", "最差", "形状", "那里最快的对手", "低于 0.97", "没有比值"],
 }
+BRIEF = later(
+    "{device}: the fastest peer's time over ours, so above 1 ours is faster. A cell has the geometric mean over the "
+    "shapes, and the worst shape in brackets. [Every ratio](GUIDE.md) says which shape and which peer that "
+    "is."
+)
+SOME_OLD = later("{mark} Some of these shapes were measured before the code, the inputs or a peer changed.")
+SOME_APART = later("{mark} The times at this shape lie far apart.")
+DECODING = later("decoding")
+NOT_MEASURED = later("No GPU has been measured yet.")
+
+
+def brief(language: str) -> str:
+    """A line for each operator, for each GPU with an operators.csv."""
+    parts = []
+    for folder in device_folders():
+        cells: dict[str, dict[str, str]] = {}
+        for s, mark in summaries(rows(folder)):
+            as_forward = s.direction == DECODING  # a line of its own
+            name = f"`{s.operator}`" + f" {translated(DECODING, language)}" * as_forward
+            cell = f"{s.mean:.2f} ({worst(s)[0]}){mark}" if s.shapes else ""
+            cells.setdefault(name, {})["forward" if as_forward else s.direction] = cell
+        if cells:
+            heads = ["course_ops.", translated("forward", language), translated("backward", language)]
+            body = ([name, *(cell.get(head, "") for head in ("forward", "backward"))] for name, cell in cells.items())
+            table = markdown(heads, body)
+            marked = ((MARK, SOME_OLD), (APART, SOME_APART))
+            notes = [translated(note, language).format(mark=mark) for mark, note in marked if mark in table]
+            about = translated(BRIEF, language).format(device=folder.name)
+            parts.append(
+                "\n".join([f"{about}\n", table, *[(" " if language == "en" else "").join(notes) + "\n"] * bool(notes)])
+            )
+    return "\n".join(parts) or f"{translated(NOT_MEASURED, language)}\n"
 
 
 def speed(language: str, today: Today) -> str:
@@ -108,7 +144,7 @@ def speed(language: str, today: Today) -> str:
         table = from_rows(folder, language) or from_lessons(folder, language, today)
         if table:
             parts.append(f"### {folder.name}\n\n{table}")
-    return "\n".join(parts) or "No GPU has been measured yet.\n"
+    return "\n".join(parts) or f"{translated(NOT_MEASURED, language)}\n"
 
 
 def rows(folder: Path) -> list[operator_rows.Row]:
