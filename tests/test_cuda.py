@@ -1,6 +1,7 @@
 """The CUDA part of the kit: launchers as functions, faults, builds kept by content, C++ read as text."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -296,3 +297,12 @@ def test_a_name_that_no_trap_has_is_refused():
     done = subprocess.run([program, "missing_barrier"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "missing_barrier is no name; ./traps alone lists the names\n"
+
+
+@pytest.mark.parametrize("extension", PROGRAMS)
+def test_a_programs_table_names_its_versions_as_it_prints_them(extension):
+    """A reader looks up in the table what `v8 pipelined` took."""
+    text = extension.source.read_text()
+    printed = set(re.findall(r'"(v\d+ [^"]*)"', text))
+    table = re.findall(r"^//\s{2,}(v\d+ .*?)(?:\s{2,}|$)", text, re.MULTILINE)
+    assert {*table} <= printed, {*table} - printed
