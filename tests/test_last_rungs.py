@@ -32,7 +32,8 @@ class Ladder:
     inputs: Callable[..., tuple]
     sizes: tuple[dict, ...]
     options: Callable[..., tuple] = lambda *args: args  # a call's arguments -> those of the launcher
-    repeats: slice = field(default_factory=lambda: slice(None))  # which of the results are the same to the bit each time
+    # Which of the results are the same to the bit each time.
+    repeats: slice = field(default_factory=lambda: slice(None))
     dtype: torch.dtype = torch.bfloat16
 
     @property
