@@ -273,7 +273,7 @@ def test_normalised_machine_code_of_nvcc(tmp_path):
 def run(product) -> str:
     (path,) = build.build([product])
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the emulator keeps its fibers to the end
-    done = subprocess.run([path], capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run([path], capture_output=True, text=True, timeout=1800, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -294,7 +294,7 @@ def test_a_name_that_no_trap_has_is_refused():
     if why := toolchain.lacks("g++", "ninja"):
         pytest.skip(why)
     (program,) = build.build([build.emulated_program(ROOT / "cuda_src/24_traps.cu")])
-    done = subprocess.run([program, "missing_barrier"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "missing_barrier"], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "missing_barrier is no name; ./traps alone lists the names\n"
 
