@@ -171,6 +171,25 @@ def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch
             assert said in outcome.said
 
 
+def test_a_backward_is_asked_with_what_was_merged_over_more_keys(monkeypatch):
+    """As in ring attention; a backward that goes by the keys that it has itself is found out."""
+    cases = (fuzz_cases.draw_case("attention", "backward", Dice(seed, 300)) for seed in range(500))
+    divided = [case for case in cases if case.get("divided") and case["tensors"]["k"]["shape"][2] > case["divided"]]
+    assert any(case["options"]["causal"] for case in divided)
+    case = next(case for case in divided if case["wanted"] == ["q", "k", "v"] and case["tensors"]["q"]["shape"][0])
+    case |= {"upstream": {"layout": "contiguous", "values": "normal"}}
+    for spec in case["tensors"].values():
+        spec |= {"layout": "contiguous", "values": "normal", "dtype": "float32"}
+    assert fuzz_cases.run(case, MODES[-1]).kind == "right"
+    backward = course_ops.attention_backward
+
+    def by_its_own_keys(dout, q, k, v, out, lse, **options):
+        return backward(dout, q, k, v, *course_ops.attention_forward(q, k, v, **options), **options)
+
+    monkeypatch.setattr(course_ops, "attention_backward", by_its_own_keys)
+    assert fuzz_cases.run(case, MODES[-1]).kind == "wrong"
+
+
 def answers_after(monkeypatch, doing, seconds):
     """Processes that spend so many seconds in a function of that name, in a thread as a backward is."""
     code = f"""
