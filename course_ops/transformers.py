@@ -51,12 +51,15 @@ def model_mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
+    local_size: int | None = None,
     **_: Any,
 ) -> Tensor | None:
     """attention_mask [B, S_k], 1 for tokens and 0 for padding, or None if there is no padding.
 
     Raises ValueError for a mask_function that the operator does not compute, and for a static cache. The first
-    versions 5 of transformers give cache_position, the later ones q_length and q_offset.
+    versions 5 of transformers give cache_position, the later ones q_length and q_offset. local_size: of a window or a
+    chunk; the config says which.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -70,9 +73,9 @@ def model_mask(
                 "keys after the last query, as a static cache has them, are not there: use a dynamic cache "
                 "(no cache_implementation), or attn_implementation='sdpa'"
             )
-        if not (compiling or mask_function is causal_mask_function) and (
-            use_vmap or not _is_causal(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device)
-        ):
+        alone = local_size == 1 == getattr(config, "sliding_window", None)
+        probe = mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device, alone
+        if not (compiling or mask_function is causal_mask_function) and (use_vmap or not _is_causal(*probe)):
             raise ValueError(
                 "the mask of packed sequences, of chunks, or of tokens that see later ones is not there: pass an "
                 "attention_mask with one sequence a row, call course_ops.attention_varlen, or use "
@@ -84,9 +87,12 @@ def model_mask(
     return None if padding.shape[1] == kv_length and padding.all() else padding
 
 
-def _is_causal(visible: Mask, B: int, S_q: int, S_k: int, q_offset: int, kv_offset: int, device: Any) -> bool:
+def _is_causal(
+    visible: Mask, B: int, S_q: int, S_k: int, q_offset: int, kv_offset: int, device: Any, alone: bool
+) -> bool:
     """Whether each query sees the key before its own, and none sees the key after it.
 
+    alone: of a window of 1, in which no query sees the key before its own either.
     On the CPU, so that a GPU need not be waited for, unless the mask computes with tensors of a GPU.
     """
 
@@ -94,7 +100,7 @@ def _is_causal(visible: Mask, B: int, S_q: int, S_k: int, q_offset: int, kv_offs
         batch, head = torch.arange(B, device=at)[:, None], torch.tensor(0, device=at)
         queries = torch.arange(q_offset, q_offset + S_q, device=at)[None]
         second, not_last = queries[:, queries[0] > kv_offset], queries[:, queries[0] + 1 < kv_offset + S_k]
-        before = visible(batch, head, second, second - 1)
+        before = visible(batch, head, second, second - 1) != alone
         return bool(before.all()) and not bool(visible(batch, head, not_last, not_last + 1).any())
 
     try:

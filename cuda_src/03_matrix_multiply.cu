@@ -9,10 +9,10 @@
 // the peak:
 //
 //     rung                          wavefronts per FMA          ceiling
-//     v1 naive, rows across         32 + 1                      0.8%    0.5 TFLOP/s
+//     v1 naive                      32 + 1                      0.8%    0.5 TFLOP/s
 //     v2 coalesced                  1 + 1                       12.5%     8
 //     v3 shared tiles               1 + 1 (compiled: 1 + 1/4)   20%      13
-//     v4 a column of 8 a thread     (8/4 + 1) / 8               67%      44
+//     v4 a column a thread          (8/4 + 1) / 8               67%      44
 //
 // 06_matrix_multiply_registers goes on from there to the speed of cuBLAS.
 //

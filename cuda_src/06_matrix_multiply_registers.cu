@@ -15,7 +15,7 @@
 //     v5 8 x 8 a thread           16 / 64          48 / 64             about 3/4                   33%
 //     v6 16-byte loads            4 / 64           24 / 64             0.87                        67%
 //     v7 warp tiles               4 / 64           8 to 16 / 64        0.87                        87%
-//     v8 cp.async, steps ahead    4 / 64           as v7               0.87, no waits              87%
+//     v8 pipelined                4 / 64           as v7               0.87, no waits              87%
 //     v9 16 x 8 a thread          6 / 128          12 to 24 / 128      0.91, no waits              91%
 //     v10 one block an SM         6 / 128          12 to 24 / 128      as v9, fewer copies         91%
 //

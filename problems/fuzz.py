@@ -12,6 +12,7 @@ from lessonkit.judge.fuzz_cases import FLOATS, PLAIN, STRANGE, TINY, Drawn, Ques
 
 import torch
 
+import course_ops
 from problems import add_norm as add_norms
 from problems import attention as attentions
 from problems import attention_paged as attentions_paged
@@ -560,6 +561,44 @@ def heads_of_a_group(q, k, **_):
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
+def keys_of_another(draw, drawn):
+    """How many of the first keys are in another call, as in ring attention; 0: none. All queries see all of these."""
+    (S_q, S_k), options = (drawn.tensors[name]["shape"][2] for name in ("q", "k")), drawn.options
+    most = S_k - S_q + 1 if options["causal"] else S_k
+    return draw.one_of((0, draw.integer(1, most))) if most > 0 and options["window"] is None else 0
+
+
+def attention_in_parts(first):
+    """Attention over the first keys and over the others, merged by lse; each backward gets the merged out and lse."""
+
+    class InParts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, causal, options):
+            parts = (k[:, :, :first], v[:, :, :first], False), (k[:, :, first:], v[:, :, first:], causal)
+            found = [course_ops.attention_forward(q, *kv, causal=c, **options) for *kv, c in parts]
+            lse = torch.logsumexp(torch.stack([part for _, part in found]), 0)
+            wide = [o.to(lse.dtype) * (part - lse)[..., None].exp() for o, part in found]
+            out = sum(wide).masked_fill(lse[..., None] == -math.inf, 0).to(q.dtype)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.parts, ctx.options = parts, options
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            q, _, _, out, lse = ctx.saved_tensors
+            found = [
+                course_ops.attention_backward(dout, q, *kv, out, lse, causal=c, **ctx.options) for *kv, c in ctx.parts
+            ]
+            (dq, *of_first), (dq_others, *of_others) = found
+            dk, dv = (torch.cat(pair, 2) for pair in zip(of_first, of_others, strict=True))
+            return (dq.to(lse.dtype) + dq_others).to(q.dtype), dk, dv, None, None
+
+    def asked(q, k, v, causal, window, **options):
+        return InParts.apply(q, k, v, causal, options)
+
+    return asked
+
+
 # The backward computes P from lse, which is rounded to fp32: another error as large as that of a score. In 16 bits the
 # forward needs the factor too: a kernel rounds P = exp(s - m) where scores are nearly equal and PyTorch's P all round
 # to 1 / n. If the rows of v cancel, PyTorch is right by luck, and a kernel's arithmetic is off by 1.4 times a budget of
@@ -567,8 +606,9 @@ def heads_of_a_group(q, k, **_):
 # A row of dS adds up to 0: where keys are alike, dq is what the rounding of dS leaves. Where queries are alike too, all
 # rows are, and PyTorch may be right in each by the same luck.
 attention = Question(
-    _attention, attention_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True, continued=heads_of_a_group
-)
+    _attention, attention_reference, ("q", "k", "v"), factor=4, keeps=0, cancels=True, continued=heads_of_a_group,
+    divided=keys_of_another, in_parts=attention_in_parts,
+)  # fmt: skip
 
 
 def _attention_paged(draw):

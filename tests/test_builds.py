@@ -64,6 +64,7 @@ def test_what_is_unused_leaves_the_cache(anew):
     build.build(product[name] for name in ("old", "used", "locked"))
     folder = {name: product[name].folder for name in product}
     texts = [anew / f"{part}/{name}" for part in eviction.PARTS for name in ("old", "young")]
+    texts += [anew / f"pyodide-{name}" for name in ("old", "young")]
     foreign = anew / "holiday-0123456789abcdef"
     for path in (*texts, foreign):
         path.mkdir(parents=True)

@@ -172,6 +172,22 @@ def test_check_says_once_what_is_wrong(monkeypatch):
     assert f"{name}: checks failed: " in result.output
 
 
+@pytest.mark.skipif(device.HAS_GPU, reason="bytes are counted in the interpreter")
+@pytest.mark.parametrize("off", [0.9, 1.0, 1.1])
+def test_check_judges_the_bytes_that_a_rung_moves(off, monkeypatch):
+    """What `passes` says is judged as the tests judge it: the table would show 1.00 beside 0.90 and end well."""
+    ((name, right),) = discover("day2_triton_basics.lesson01_vector_add")
+    rung = right.rungs[-1]
+    small = tuple(each for each in right.checks if not each.gib)[-1:]
+    lesson = dataclasses.replace(right, rungs=(rung,), checks=small, passes={rung: off * right.passes[rung]}, grad=None)
+    monkeypatch.setattr(cli.verify, "questions", lambda name, lesson: [])
+    monkeypatch.setattr(cli, "discover", lambda which="": iter([(name, lesson)]))
+    monkeypatch.setattr(show.console, "_width", 1000)
+    result = invoke(cli.app, ["check", name])
+    assert result.exit_code == int(off != 1), result.output
+    assert ("`passes` says" in result.output) == (off != 1)
+
+
 @pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])
 def test_an_unknown_lesson_is_a_mistake(command):
     assert invoke(cli.app, [*command.split(), "lesson99"]).exit_code == 2

@@ -585,6 +585,7 @@ SMALL = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 WINDOWED = SMALL | {"num_key_value_heads": 2, "sliding_window": 4}
+ALONE = WINDOWED | {"sliding_window": 1}  # a token sees itself
 GEMMA_2 = WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
 CHUNKED = SMALL | {
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 4,
@@ -633,6 +634,29 @@ def test_models_with_windows_and_soft_caps_answer_as_eager(config, options):
     answers_as_eager(model, lambda m: m.generate(tokens[:1, :2], max_new_tokens=6, do_sample=False))
 
 
+def test_a_window_of_1_is_taken():
+    """Generated tokens are those of eager without a cache: the cache of such a window in transformers keeps all keys.
+
+    A position that sees a padded key alone has no answer.
+    """
+    from course_ops.transformers import NAME
+
+    model = model_of("MistralConfig", ALONE)
+    tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
+    padding = torch.ones_like(tokens)
+    padding[1, :4] = 0
+    answers_as_eager(model, lambda m: m(tokens).logits)
+    answers_as_eager(model, lambda m: m(tokens[:1, :1]).logits)
+    answers_as_eager(model, lambda m: m(tokens, attention_mask=padding).logits[padding.bool()])
+    for given in ({}, {"attention_mask": padding}):
+        found = []
+        for name, cache in (("eager", False), (NAME, False), (NAME, True)):
+            model.set_attn_implementation(name)
+            found.append(model.generate(tokens, max_new_tokens=6, do_sample=False, use_cache=cache, **given))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
+
 def test_encoders_and_cross_attention_answer_as_eager():
     tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
     padding = torch.ones_like(tokens)
@@ -660,11 +684,14 @@ MASKS_REFUSED = (
     ("LlamaConfig", SMALL, packed),
     ("MistralConfig", WINDOWED, packed),
     ("Llama4TextConfig", CHUNKED, lambda m, t: m(t)),
+    ("Llama4TextConfig", CHUNKED | {"attention_chunk_size": 1}, lambda m, t: m(t)),
     ("Llama4TextConfig", CHUNKED, lambda m, t: m.generate(t[:, :2], max_new_tokens=6, do_sample=False)),
 )
 
 
-@pytest.mark.parametrize(("config", "options", "ask"), MASKS_REFUSED, ids=["packed", "window", "chunks", "generated"])
+@pytest.mark.parametrize(
+    ("config", "options", "ask"), MASKS_REFUSED, ids=["packed", "window", "chunks", "chunks of 1", "generated"]
+)
 def test_a_mask_that_the_operator_lacks_is_an_error(config, options, ask):
     from course_ops.transformers import NAME
 

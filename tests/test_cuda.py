@@ -1,6 +1,7 @@
 """The CUDA part of the kit: launchers as functions, faults, builds kept by content, C++ read as text."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -272,7 +273,7 @@ def test_normalised_machine_code_of_nvcc(tmp_path):
 def run(product) -> str:
     (path,) = build.build([product])
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the emulator keeps its fibers to the end
-    done = subprocess.run([path], capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run([path], capture_output=True, text=True, timeout=1800, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -293,6 +294,15 @@ def test_a_name_that_no_trap_has_is_refused():
     if why := toolchain.lacks("g++", "ninja"):
         pytest.skip(why)
     (program,) = build.build([build.emulated_program(ROOT / "cuda_src/24_traps.cu")])
-    done = subprocess.run([program, "missing_barrier"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "missing_barrier"], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "missing_barrier is no name; ./traps alone lists the names\n"
+
+
+@pytest.mark.parametrize("extension", PROGRAMS)
+def test_a_programs_table_names_its_versions_as_it_prints_them(extension):
+    """A reader looks up in the table what `v8 pipelined` took."""
+    text = extension.source.read_text()
+    printed = set(re.findall(r'"(v\d+ [^"]*)"', text))
+    table = re.findall(r"^//\s{2,}(v\d+ .*?)(?:\s{2,}|$)", text, re.MULTILINE)
+    assert {*table} <= printed, {*table} - printed

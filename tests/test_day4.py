@@ -36,7 +36,7 @@ def test_notebook_runs(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as for whoever opens it
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
     book = notebook()
-    nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    nbclient.NotebookClient(book, timeout=1800, kernel_name="python3").execute()
     printed = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", []))
     assert "All versions agree" in printed
     assert "trunk.blocks.0.attention: Attention -> CourseAttention" in printed

@@ -52,7 +52,7 @@ def program(stem: str, sanitized: bool = False) -> Path:
 
 @cache
 def output(stem: str) -> str:
-    done = subprocess.run([str(program(stem))], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([str(program(stem))], capture_output=True, text=True, timeout=600, check=True)
     return done.stdout
 
 
@@ -84,7 +84,7 @@ def test_faults_name_the_line():
 
 @needs_compiler
 def test_a_seed_decides_everything():
-    again = subprocess.run([str(program("race"))], capture_output=True, text=True, timeout=120, check=True).stdout
+    again = subprocess.run([str(program("race"))], capture_output=True, text=True, timeout=600, check=True).stdout
     assert again == output("race")
 
 
@@ -126,7 +126,9 @@ def test_counters(kernel, what, requests, transactions, size):
 @pytest.mark.parametrize("case", ["local", "shared", "overflow"])
 def test_sanitizers(case):
     fixed, broken = (
-        subprocess.run([str(program("sanitized", True)), f"{case}_{state}"], capture_output=True, text=True, timeout=60)
+        subprocess.run(
+            [str(program("sanitized", True)), f"{case}_{state}"], capture_output=True, text=True, timeout=600
+        )
         for state in ("fixed", "broken")
     )
     assert (fixed.returncode, fixed.stdout) == (0, "none\n"), fixed.stderr

@@ -30,6 +30,7 @@ ASKED = [
 MODES = ("gpu",) if device.HAS_GPU else ("cpu", "interpreted")
 KEPT = pytest.mark.kept("problems/*.py", "course_ops/*.py", "course_ops/kernels/*.py", "tests/fuzz/found.jsonl")
 needs_hypothesis = pytest.mark.skipif(find_spec("hypothesis") is None, reason="the extra `test` installs hypothesis")
+BUSY = 300  # seconds that nothing takes, also on a busy machine
 SOFTMAX = {
     "operator": "softmax", "direction": "forward", "options": {}, "seed": 0, "deterministic": True, "spoilt": "",
     "tensors": {"x": {"shape": [3, 7], "dtype": "float32", "layout": "contiguous", "values": "normal"}},
@@ -152,21 +153,41 @@ def test_a_refusal_names_an_argument(monkeypatch):
 def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch):
     ready = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2); print('ready', flush=True); "
     dies = "import os, sys; sys.stdin.readline(); print('Illegal instruction', file=sys.stderr, flush=True); os.abort()"
-    hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
+    hangs = "import sys, time; sys.stdin.readline(); time.sleep(600)"
     answers = 'print(\'["right", ""]\', flush=True); input()'
     command = []
     popen = fuzz_runs.subprocess.Popen
     monkeypatch.setattr(fuzz_runs.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", command[-1]], **more))
-    with fuzz_runs.Worker("cpu", patience=8) as worker:
-        for code, kind, said in (
-            (dies, "crash", "Illegal instruction"),
-            (hangs, "crash", "hang"),
-            (answers, "right", ""),
+    with fuzz_runs.Worker("cpu") as worker:
+        for code, patience, kind, said in (
+            (dies, BUSY, "crash", "Illegal instruction"),
+            (hangs, 4, "crash", "hang"),
+            (answers, BUSY, "right", ""),
         ):
             command.append(ready + code)
+            worker.patience = patience
             outcome = worker.ask(SOFTMAX)
             assert outcome.kind == kind
             assert said in outcome.said
+
+
+def test_a_backward_is_asked_with_what_was_merged_over_more_keys(monkeypatch):
+    """As in ring attention; a backward that goes by the keys that it has itself is found out."""
+    cases = (fuzz_cases.draw_case("attention", "backward", Dice(seed, 300)) for seed in range(500))
+    divided = [case for case in cases if case.get("divided") and case["tensors"]["k"]["shape"][2] > case["divided"]]
+    assert any(case["options"]["causal"] for case in divided)
+    case = next(case for case in divided if case["wanted"] == ["q", "k", "v"] and case["tensors"]["q"]["shape"][0])
+    case |= {"upstream": {"layout": "contiguous", "values": "normal"}}
+    for spec in case["tensors"].values():
+        spec |= {"layout": "contiguous", "values": "normal", "dtype": "float32"}
+    assert fuzz_cases.run(case, MODES[-1]).kind == "right"
+    backward = course_ops.attention_backward
+
+    def by_its_own_keys(dout, q, k, v, out, lse, **options):
+        return backward(dout, q, k, v, *course_ops.attention_forward(q, k, v, **options), **options)
+
+    monkeypatch.setattr(course_ops, "attention_backward", by_its_own_keys)
+    assert fuzz_cases.run(case, MODES[-1]).kind == "wrong"
 
 
 def answers_after(monkeypatch, doing, seconds):
@@ -185,13 +206,18 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize(
-    ("doing", "seconds", "said"),
-    [("_do_compile", 4, ""), ("_do_compile", 60, "slow"), ("launch", 60, "hang"), ("launch", 0, "")],
+    ("doing", "seconds", "said", "patience", "compiling"),
+    [
+        ("_do_compile", 12, "", 2, BUSY),  # with the looks at its stacks, patience of 2 s ends after 6 s
+        ("_do_compile", 600, "slow", 2, 8),
+        ("launch", 600, "hang", 2, BUSY),
+        ("launch", 0, "", BUSY, BUSY),
+    ],
 )
-def test_a_process_that_compiles_does_not_hang(monkeypatch, doing, seconds, said):
+def test_a_process_that_compiles_does_not_hang(monkeypatch, doing, seconds, said, patience, compiling):
     """It is waited for beyond its patience, up to a limit of its own."""
     answers_after(monkeypatch, doing, seconds)
-    with fuzz_runs.Worker("cpu", patience=1, compiling=8) as worker:
+    with fuzz_runs.Worker("cpu", patience=patience, compiling=compiling) as worker:
         outcome = worker.ask(SOFTMAX)
     assert outcome.kind == ("crash" if said else "right")
     assert outcome.said.startswith(said)

@@ -205,7 +205,10 @@ class Judge:
         pass
 
 
-def run(tmp_path, monkeypatch, code, cases=40, judge=Judge):
+BUSY = 300  # seconds that nothing takes, also on a busy machine
+
+
+def run(tmp_path, monkeypatch, code, cases=40, judge=Judge, patience=BUSY):
     """A run of one operator by processes that execute this code instead of bursts.main."""
     popen = fuzz_runs.subprocess.Popen
     start = "import faulthandler, json, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR2)\n"
@@ -215,8 +218,8 @@ def run(tmp_path, monkeypatch, code, cases=40, judge=Judge):
     )
     todo, said = [fuzz_runs.begun("softmax", "forward", "cpu")], []
     it = fuzz_pool.Run(
-        todo, cases, 60, said.append, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl",
-        worker=lambda mode: fuzz_pool.BurstWorker(mode, patience=3), judge=judge,
+        todo, cases, BUSY, said.append, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl",
+        worker=lambda mode: fuzz_pool.BurstWorker(mode, patience=patience), judge=judge,
     )  # fmt: skip
     found = it.run(2)
     (count,) = fuzz_runs.counts(tmp_path / "c.csv").values()
@@ -241,7 +244,7 @@ def test_counts_go_on_and_shapes_and_kernels_of_a_run_count_once(tmp_path, monke
     assert (count.cases, count.shapes, count.kernels) == (50, 4, 2)
 
 
-@pytest.mark.parametrize(("end", "why"), [("  os._exit(3)\n", "ended with 3"), ("  time.sleep(60)\n", "hang")])
+@pytest.mark.parametrize(("end", "why"), [("  os._exit(3)\n", "ended with 3"), ("  time.sleep(600)\n", "hang")])
 def test_cases_under_way_in_a_process_that_dies_are_asked_one_by_one(tmp_path, monkeypatch, end, why):
     """Both are right by themselves: the death counts as a crash all the same, and the last case is kept."""
 
@@ -252,7 +255,7 @@ def test_cases_under_way_in_a_process_that_dies_are_asked_one_by_one(tmp_path, m
     once = tmp_path / "once"
     code = f"  first = not os.path.exists({str(once)!r}); open({str(once)!r}, 'a').close()\n"
     code += "  if first:\n" + "".join(f"  {line}\n" for line in (DRAWN + end).splitlines())
-    found, count, said = run(tmp_path, monkeypatch, code + JUDGED + END, cases=12, judge=Right)
+    found, count, said = run(tmp_path, monkeypatch, code + JUDGED + END, 12, Right, 3 if why == "hang" else BUSY)
     assert (count.cases, count.crashes) == (12, 1)
     assert [each.kind for each in found] == ["crash"]
     assert why in said[0]
@@ -261,8 +264,9 @@ def test_cases_under_way_in_a_process_that_dies_are_asked_one_by_one(tmp_path, m
 
 
 def test_a_burst_that_compiles_beyond_its_patience_is_no_crash(tmp_path, monkeypatch):
-    code = "  def _do_compile():\n    time.sleep(5)\n  _do_compile()\n"
-    found, count, _ = run(tmp_path, monkeypatch, code + JUDGED + END, cases=12)
+    """With the looks at its stacks, patience of 1 s ends after 5 s."""
+    code = "  def _do_compile():\n    time.sleep(10)\n  _do_compile()\n"
+    found, count, _ = run(tmp_path, monkeypatch, code + JUDGED + END, cases=12, patience=1)
     assert (found, count.cases, count.crashes) == ([], 12, 0)
 
 
@@ -292,7 +296,7 @@ def test_a_process_goes_on_while_a_failure_shrinks(tmp_path, monkeypatch):
 
     class Patient(Judge):
         def ask(self, case):
-            for _ in range(100):
+            for _ in range(10 * BUSY):
                 if sum(c.cases for c in fuzz_runs.counts(tmp_path / "c.csv").values()) >= 40:
                     counted.append(True)
                     return Outcome("crash", "illegal address")

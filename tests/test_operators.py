@@ -359,7 +359,7 @@ def test_one_shape_from_call_to_row(tmp_path, timings):
     absent = operator_rows.absences(row)
     assert set(absent) | set(operator_rows.peer_times(row)) == set(case.peers)
     assert operator_rows.peer_times(row)["torch"] == 1.0
-    if any(why.startswith(operator_rows.MISSING) for why in absent.values()):
+    if any(why.startswith(rows.NOT_INSTALLED) for why in absent.values()):
         assert row.ratio == 0
     operator_rows.keep(tmp_path / "operators.csv", row)
     (kept,) = operator_rows.read(tmp_path / "operators.csv")
@@ -368,22 +368,41 @@ def test_one_shape_from_call_to_row(tmp_path, timings):
     assert "; between 0.1 and 0.9 ms" in operator_bench.said(dataclasses.replace(row, p20=0.1, p80=0.9))
 
 
-def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatch):
-    """It is right before the rounds and in all of them but one."""
-    case, rounds = small(OPERATORS[5]), 5
+def in_rounds(rounds, wrong, bad=2):
+    """timing.measure without a clock: one contender's answer is wrong in one round, and right before and after it."""
 
     def measure(contenders, answers, needed):
         for i in range(rounds):
             for name, call in contenders.items():
                 y = call()
-                answers.called(name, y + 1 if name == "ours" and i == 2 else y)
+                answers.called(name, y + 1 if name == wrong and i == bad else y)
             answers.round_over()
         return {name: timing.Timing(1, 1, 1) for name in contenders}
 
-    monkeypatch.setattr(timing, "measure", measure)
-    assert operator_bench.time_case(case).error.startswith("wrong: value")
-    rounds = 2
+    return measure
+
+
+def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatch):
+    """It is right before the rounds and in all of them but one."""
+    case = small(OPERATORS[5])
+    monkeypatch.setattr(timing, "measure", in_rounds(5, "ours"))
+    assert operator_bench.time_case(case).error.startswith("wrong in a round: value")
+    monkeypatch.setattr(timing, "measure", in_rounds(2, "ours"))
     assert operator_bench.time_case(case).error == ""
+
+
+def test_a_peer_that_is_wrong_in_a_round_leaves_the_ratio_empty(timings, monkeypatch):
+    """It may be the best one. A lesson's rows say the same of it: test_lessonkit.py."""
+    peers = {name: lambda x: torch.softmax(x, -1) for name in ("once wrong", "right")}
+    problem = dataclasses.replace(OPERATORS[5].problem, peers={})
+    operator = dataclasses.replace(OPERATORS[5], peers=peers, problem=problem)
+    case = operator_rows.Case(operator, small(operator).shape)
+    monkeypatch.setattr(operator_rows, "today", lambda case: "0.0.0.0")
+    for rounds, ratio, absent in ((5, 0, {"once wrong"}), (2, 1, set())):
+        monkeypatch.setattr(timing, "measure", in_rounds(rounds, "once wrong"))
+        row = operator_bench.time_case(case)
+        assert (row.error, row.ratio, operator_rows.absences(row).keys()) == ("", ratio, absent)
+        assert all(why.startswith("wrong in a round: ") for why in operator_rows.absences(row).values())
 
 
 def test_a_peer_that_is_wrong_takes_no_rounds(timings):
@@ -446,6 +465,7 @@ def test_a_shape_that_is_refused_has_a_row(timings):
         ({"p20": 0.7}, "out of order"),
         ({"peers": "torch 1.0"}, "each is timed or absent"),
         ({"absent": "quack: not installed"}, "ratio is"),
+        ({"absent": "quack: wrong in a round: result 0"}, "ratio is"),
         ({"first_call_s": 0.1}, "seal does not fit"),
         ({"peak_memory": 1}, "seal does not fit"),
         ({"device": "another"}, "seal does not fit"),

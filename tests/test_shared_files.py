@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import fields
+from fnmatch import fnmatch
 
 from lessonkit.base import eviction, files
 from lessonkit.commands import course_run, versions
@@ -14,6 +15,8 @@ from lessonkit.exercise import progress, source
 from lessonkit.judge import mutants, verdicts
 from lessonkit.measure import beside, fuzz_runs, gpu_mutants, operator_rows, rows, sanitize, stale
 from lessonkit.modes import compiled
+from lessonkit.web import site
+from lessonkit.web.page import pack
 
 import pytest
 
@@ -22,7 +25,8 @@ import pytest
 def cache(tmp_path, monkeypatch):
     """An empty cache."""
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(versions, "CACHE", tmp_path)
+    for module in (versions, site, pack):
+        monkeypatch.setattr(module, "CACHE", tmp_path)
     monkeypatch.setattr(verdicts, "FOLDER", tmp_path / "verdicts")
     monkeypatch.setattr(mutants, "MUTANTS", tmp_path / "lessonkit_mutants")
     return tmp_path
@@ -40,18 +44,20 @@ TAKERS = {
     "lessonkit_mutants": lambda: mutants._written({files.ROOT / "lesson.py": ""}),
     "lessonkit_answers": lambda: source.build(find_exercise(), "never imported = 1"),
     "versions": lambda: versions.overlay("3.7.1"),
+    "web": lambda: site._sources_of(frozenset()),
+    "pyodide-0.27.7": pack.released,
 }
 
 
+def is_whole(name):
+    return any(fnmatch(name, pattern) for pattern in eviction.WHOLE)
+
+
 def test_every_part_of_the_cache_is_here():
-    assert TAKERS.keys() == set(eviction.PARTS)
+    assert {name for name in TAKERS if not is_whole(name)} == set(eviction.PARTS)
 
 
-# Folders that stay: one book, one Pyodide, both of a fixed size and written over by the next.
-STAY = {"web", "pyodide-0.27.7"}
-
-
-def test_what_the_kit_puts_into_the_cache_is_evicted_or_stays_on_purpose():
+def test_what_the_kit_puts_into_the_cache_is_evicted():
     """Each `CACHE / "name"` of the kit; builds have names of their own, which end in a hash."""
     named = {
         node.right.value
@@ -60,7 +66,7 @@ def test_what_the_kit_puts_into_the_cache_is_evicted_or_stays_on_purpose():
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Constant)
         if ast.unparse(node.left).split(".")[-1] == "CACHE"
     }
-    assert named == {*eviction.PARTS, *STAY}
+    assert named == TAKERS.keys()
 
 
 @pytest.mark.parametrize("part", TAKERS)
@@ -140,6 +146,21 @@ def test_verdicts_leave_the_cache_where_nothing_is_built(cache, monkeypatch):
         os.utime(path, (0, 0))
     verdicts.keep("new", "test", [])
     assert [path.name for path in (cache / "verdicts").iterdir()] == ["new.json"]
+
+
+def test_a_book_and_its_python_stay_while_they_are_used(cache):
+    """Each build of the same pages, and each book with Python, keeps what it takes for another 30 days."""
+    taken, other = site._sources_of(frozenset()), cache / "web" / "of other pages"
+    python, older = cache / "pyodide-0.27.7", cache / "pyodide-0.26.0"
+    for path in (taken, other, python, older):
+        path.mkdir()
+    for name in pack.RELEASED:
+        (python / name).touch()
+    for path in (taken, other, python, older, cache / "evicted"):
+        os.utime(path, (0, 0))
+    assert pack.released() == python
+    assert site._sources_of(frozenset()) == taken
+    assert [path.exists() for path in (taken, other, python, older)] == [True, False, True, False]
 
 
 # ---- Locks ----------------------------------------------------------------------------------------------------------

@@ -567,7 +567,7 @@ def test_all_pages_build_without_a_warning_or_a_broken_link(tmp_path):
         pytest.skip("the pages are right; no browser here that would draw a chart")
     address = (tmp_path / "en" / f"{SOME[4]}.html").as_uri()
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
-    drawn = subprocess.run([*command, address], capture_output=True, text=True, timeout=300).stdout
+    drawn = subprocess.run([*command, address], capture_output=True, text=True, timeout=1800).stdout
     assert 'class="mark"' in drawn
 
 

@@ -13,8 +13,9 @@ from lessonkit.base import files
 
 DAY = 24 * 3600
 UNUSED = 30 * DAY
-# Folders of things that need no lock: they are written at once.
-PARTS = ("lessonkit_mutants", "lessonkit_answers", "opcodes", "verdicts", "compiled", "versions")
+# Folders of things that need no lock: they are written at once, or by one process at a time.
+PARTS = ("lessonkit_mutants", "lessonkit_answers", "opcodes", "verdicts", "compiled", "versions", "web")
+WHOLE = ("pyodide-*",)  # folders that are one thing each
 
 
 def used(path: Path) -> None:
@@ -46,6 +47,8 @@ def _entries(cache: Path) -> Iterator[Path]:
     for part in PARTS:
         with suppress(FileNotFoundError):
             yield from list((cache / part).iterdir())
+    for pattern in WHOLE:
+        yield from list(cache.glob(pattern))
 
 
 def _older(path: Path, seconds: float) -> bool:

@@ -17,7 +17,15 @@ from lessonkit.base.prose import columns as columns_of
 from lessonkit.base.words import language, later, listed, said
 from lessonkit.judge import counters
 from lessonkit.judge.sentences import told
-from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, refused_without_advice, rung_checks
+from lessonkit.judge.verify import (
+    LeftOut,
+    Question,
+    first_target,
+    grad_checks,
+    moves_otherwise,
+    refused_without_advice,
+    rung_checks,
+)
 from lessonkit.lesson import Lesson, Steps, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
 from lessonkit.measure.rows import MACHINE
@@ -179,7 +187,7 @@ def lesson(name: str, lesson: Lesson) -> None:
 
 
 def checks(lesson: Lesson) -> int:
-    """Check every rung on every case and the gradients; print a line a rung; return how many failed."""
+    """Check every rung on every case, the bytes that it moves, and gradients; a line a rung; return how many failed."""
     body, failures = [], 0
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(said("checking"), total=len(lesson.rungs))
@@ -187,6 +195,8 @@ def checks(lesson: Lesson) -> int:
             found = rung_checks(lesson, rung)
             if advice := refused_without_advice(lesson, rung, found):
                 found.wrong.append(advice)
+            if found.passed and not found.wrong and (off := moves_otherwise(lesson, rung, found)):
+                found.wrong.append(off)
             failures += len(found.wrong)
             least = f"{found.moved:.2f}" if found.moved else ""
             predicted = f"{lesson.passes[rung]:.2f}" if found.moved and rung in lesson.passes else ""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from lessonkit.base import eviction
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE
 from lessonkit.base.words import said
@@ -13,6 +14,8 @@ def run(build: Path | None, port: int) -> int:
     from lessonkit.web import serve, site  # Sphinx, which no other command needs
 
     out = build or CACHE / "web" / "book"
+    if not build:
+        eviction.used(out)
     if build and build.exists() and any(build.iterdir()) and not (build / ".nojekyll").exists():
         show.console.print(
             said("{path} holds other files: name a new folder, or one of an earlier build.").format(path=build)

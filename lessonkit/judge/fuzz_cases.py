@@ -92,6 +92,8 @@ class Question:
                 `rounding.moved` is a few samples': in some of many elements all of them are small
     continued   of the tensors by name: a kernel adds up the terms of so many of the reference's matmuls in a gradient
                 one after the other
+    divided     for a backward that takes another call's result: draws after how many keys a case is divided, 0: not
+    in_parts    of that number: the function that is asked in the operator's place
     """
 
     draw: Callable[[Draw], Drawn]
@@ -104,6 +106,8 @@ class Question:
     multiplied: str = ""
     cancels: bool = False
     continued: Callable[..., int] | None = None
+    divided: Callable[[Draw, Drawn], int] | None = None
+    in_parts: Callable[[int], Callable[..., Any]] | None = None
 
 
 @cache
@@ -166,6 +170,8 @@ def draw_case(operator: str, direction: str, draw: Draw) -> Case:
             case["tensors"] = case["tensors"] | {name: (case["tensors"][name] or {}) | change}
         else:
             case["options"] = case["options"] | {name: change}
+    if direction == "backward" and question.divided and not case["spoilt"]:
+        case["divided"] = question.divided(draw, drawn)
     return case
 
 
@@ -385,6 +391,8 @@ class Call:
         question, backward = questions()[case["operator"]], case["direction"] == "backward"
         operators = import_module("course_ops")
         self.function = getattr(operators, (question.forward if not backward else "") or case["operator"])
+        if question.in_parts and case.get("divided"):
+            self.function = question.in_parts(case["divided"])
         self.inside = import_module("course_ops.testing").interpreted if mode == "interpreted" else nullcontext
         self.noise = case.get("noise", "")
         specs = enumerate(case["tensors"].items(), case["seed"])

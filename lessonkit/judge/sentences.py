@@ -25,6 +25,7 @@ SENTENCES = (
     later("{wrong} of {all} wrong, the first at {first}: expected {expected}, got {got}"),
     later("the first wrong one is at {first}: expected {expected}, got {got}"),
     later("NaN at {first}: computed from a NaN, or never written"),
+    later("{rung} moves {times} times the least bytes on the last check; `passes` says {predicted}"),
     later("argument {number} is not what it was"),
     later("rejected by {check}, on {where}"),
     later("the kernel did not end in {seconds} s"),

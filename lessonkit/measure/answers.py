@@ -9,6 +9,7 @@ from typing import Any
 
 from lessonkit.base.errors import Rejected
 from lessonkit.judge.check import Truth, compare, tensors
+from lessonkit.measure.rows import WRONG_IN_A_ROUND
 
 import torch
 
@@ -31,6 +32,7 @@ class Answers:
         self.wrong = dict[str, str]()
         self._args = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
         self._judged = dict[str, Any]()
+        self._refused = set[str]()  # whose first answer was wrong
         self._newest = list[tuple[str, Any]]()
 
     def enter(self, name: str, call: Callable[[], Any]) -> str:
@@ -40,6 +42,7 @@ class Answers:
         self._judged[name] = self.sample(answer) if self.sample else answer
         if said := self.judge(name, self._judged[name]):
             self.wrong[name] = said
+            self._refused.add(name)
         return said
 
     def called(self, name: str, answer: Any) -> None:
@@ -60,6 +63,10 @@ class Answers:
             if not self.sample:
                 self._spoil(answer)
         self._newest.clear()
+
+    def wrong_in_rounds(self) -> dict[str, str]:
+        """Name -> why a contender that was right at first has no time, as rows say it (rows.may_be_the_best)."""
+        return {name: f"{WRONG_IN_A_ROUND}: {said}" for name, said in self.wrong.items() if name not in self._refused}
 
     def _is_known(self, name: str, answer: Any) -> bool:
         known = self._judged[name]

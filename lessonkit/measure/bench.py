@@ -124,7 +124,7 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     contenders["copy"], kinds["copy"] = timing.copy_of(work.bytes), "limit"
     contenders["copy"]()
     times = timing.measure(contenders, answers=answers)
-    refused = {label: f"wrong in a round: {why}" for label, why in answers.wrong.items()}
+    refused = answers.wrong_in_rounds()
     refused |= {label: why for label, why in impossible(lesson, shape, times, kinds).items() if label not in refused}
     for label, kind in kinds.items():
         where, time = f"{label} at {shape_name(shape)}", times[label]

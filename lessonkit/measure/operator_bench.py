@@ -5,8 +5,9 @@ row. While nothing is timed, other processes compile what the next shapes need: 
 
 Near a bar every contender is timed until its median is known to 0.5%. The bars lie between ratios of 0.85 and 1.1.
 Elsewhere this is asked of what the ratio and the limit are made of: ours, the copy, and peers within 10% of the best.
-Slower peers then have 20 rounds at least. A peer whose first answer is wrong is not timed. Between two shapes the
-search for garbage passes over the objects that earlier ones have left, PyTorch's modules above all.
+Slower peers then have 20 rounds at least. A peer whose first answer is wrong is not timed. One whose answer is wrong in
+a round has no time, and leaves the ratio empty. Between two shapes the search for garbage passes over the objects that
+earlier ones have left, PyTorch's modules above all.
 """
 
 import gc
@@ -28,7 +29,7 @@ from lessonkit.base.errors import Unsupported
 from lessonkit.judge import check
 from lessonkit.measure import memory, operator_rows, rows, timing, yardstick
 from lessonkit.measure.answers import Answers, another
-from lessonkit.measure.operator_rows import BETWEEN, MISSING, TIMES, Case, Key, Row
+from lessonkit.measure.operator_rows import BETWEEN, TIMES, Case, Key, Row
 
 import torch
 
@@ -238,7 +239,7 @@ def _attempt(peer: Callable[..., Any], args: tuple[Any, ...]) -> str:
         peer(*args)
         torch.cuda.synchronize()
     except ImportError as why:
-        return f"{MISSING}, {_words(why)}"
+        return f"{rows.NOT_INSTALLED}, {_words(why)}"
     except Unsupported as why:
         return _words(why, name=False)
     except torch.OutOfMemoryError:
@@ -273,8 +274,9 @@ def time_case(case: Case) -> Row:
         contenders["copy"] = timing.copy_of(work.bytes)
         contenders["copy"]()
         times = timing.measure(contenders, answers=answers, needed=_needed)
-        wrong = dict(answers.wrong)
+        wrong = answers.wrong | answers.wrong_in_rounds()
         error = wrong.pop("ours", "")
+        error = f"wrong: {error}" if error and "ours" not in answers.wrong_in_rounds() else error
         for name, why in wrong.items():
             absent[name] = why
             times.pop(name, None)
@@ -377,7 +379,7 @@ def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[
             try:
                 check.compare(truth, answer)
             except check.Rejected as rejected:
-                return f"wrong: {_words(rejected, name=False)}"
+                return _words(rejected, name=False)
         elif not problem.peers_differ and (why := another(truth, answer)):
             return f"gives another answer, {why}"
         return ""

@@ -17,11 +17,10 @@ from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, Operator, Problem, Shape, Work, shape_name
 from lessonkit.measure import fingerprint
-from lessonkit.measure.rows import far_apart
+from lessonkit.measure.rows import far_apart, may_be_the_best
 
 FILE = "operators.csv"
 BETWEEN = " | "  # entries of one cell
-MISSING = "not installed"  # a peer that is absent for this reason leaves the ratio empty: the best is not known
 BEHIND = 0.97  # of the best peer
 TIMES = 3  # a judged shape that is behind is timed so often, and the row in the middle counts
 JUDGED_MS = 0.02  # shorter calls are reported and not judged: a launch takes a good part of them
@@ -261,7 +260,7 @@ def peer_times(row: Row) -> dict[str, float]:
 def ratio(row: Row) -> float:
     """What a row's ratio must be; 0 where there is none: without all of the peers the best is not known."""
     times = peer_times(row)
-    incomplete = any(why.startswith(MISSING) for why in absences(row).values())
+    incomplete = any(map(may_be_the_best, absences(row).values()))
     return 0.0 if row.error or incomplete or not (times and row.ms) else round(min(times.values()) / row.ms, 3)
 
 

@@ -17,11 +17,13 @@ from lessonkit.base.words import later
 
 ABSENT = "absent"
 NOT_INSTALLED = later("not installed")  # a reason in absent.csv
+WRONG_IN_A_ROUND = "wrong in a round"  # a reason: the first answer was right, a later one was not
 # What rows say of a peer that was not timed (words.retold).
 REASONS = (
     NOT_INSTALLED,
     later("refused the shape, or gave another answer"),
     later("it refuses: {error}"),
+    later("wrong in a round: {error}"),
     later("groups differ in size"),
     later("quack's rows start at multiples of 16 bytes"),
     later("cuDNN's backend in PyTorch has no window"),
@@ -42,6 +44,14 @@ CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
 def far_apart(p20: float, p80: float) -> bool:
     """Whether the middle three fifths of a contender's times spread over more than DISTURBED allows."""
     return p80 > DISTURBED * p20
+
+
+def may_be_the_best(why: str) -> bool:
+    """Whether a peer that has no time for this reason may be the best one: the ratio to the best is then empty.
+
+    Not one whose first answer is wrong, or that refuses the shape: it computes something else.
+    """
+    return why.startswith((NOT_INSTALLED, WRONG_IN_A_ROUND))
 
 
 @dataclass(frozen=True)

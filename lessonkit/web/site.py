@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base import eviction
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, changing, need_private, write_atomically
 from lessonkit.base.markdown import markdown
@@ -192,7 +193,6 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
     if wanting := lacking():
         words = said("the web edition needs {packages}: {command}, or `python course.py web`")
         raise Missing(words.format(packages=", ".join(wanting), command="pip install -e '.[web]'"))
-    need_private(CACHE)
     only = frozenset(only)
     work = _sources_of(only)
     out.mkdir(parents=True, exist_ok=True)
@@ -230,6 +230,9 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
 def _sources_of(only: frozenset[str]) -> Path:
     """Where the sources of these pages are kept for the next build: a folder for each choice of pages."""
     choice = hashlib.sha256(" ".join(sorted(only)).encode()).hexdigest()[:12] if only else "all"
+    need_private(CACHE / "web")  # Sphinx unpickles what it has kept there
+    eviction.used(CACHE / "web" / choice)
+    eviction.evict(CACHE)
     return CACHE / "web" / choice
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from lessonkit.base import eviction
 from lessonkit.base import words as catalogues
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
@@ -52,6 +53,7 @@ def released() -> Path:
     """A folder of the cache with the files of RELEASED; they are downloaded once, 77 MB. Raises Missing."""
     kept = CACHE / "pyodide-0.27.7"
     need_private(kept)
+    eviction.used(kept)
     if all((kept / name).exists() for name in RELEASED):
         return kept
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
