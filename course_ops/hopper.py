@@ -118,9 +118,9 @@ def tile_order(index, tiles, heads, heads_at_once):
     return first + within % width, within // width
 
 
-# The mailbox needs no `empty` barrier. A CTA has B buffers of one input, and the mailbox B + 1 slots. A consumer reads the
-# index of work n before it returns that input of work n. The producer writes the slot again for work n + B + 1. It has
-# then loaded the input of work n + B, for which it waited for that return.
+# The mailbox needs no `empty` barrier. A CTA has B buffers of one input, and the mailbox has B + 1 slots. A consumer
+# reads the index of work n before it returns that input of work n. The producer writes the slot again for work
+# n + B + 1. It has then loaded the input of work n + B, for which it waited for that return.
 @aggregate
 class TileScheduler:
     """Deals tiles out to persistent CTAs as they become free. The producer warp fetches an index from a counter in
