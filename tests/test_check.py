@@ -326,6 +326,14 @@ def test_a_gradient_that_cancels_may_be_off_by_rounding(n):
     assert not accepts(dataclasses.replace(question, asked=None), question.usual[0] + 2e-7)
 
 
+def test_a_sample_that_moves_nothing_by_luck_refuses_nothing(monkeypatch):
+    errors = rounding._Disturbed.errors
+    monkeypatch.setattr(rounding._Disturbed, "errors", lambda self, t: errors(self, t) * (self.seed > 0))
+    question = asked(softmax_gradient, torch.ones(1, 1, device=DEVICE), torch.full((1, 1), 3.0, device=DEVICE))
+    check.compare(question, question.usual[0] + 2e-7)
+    assert not accepts(question, question.usual[0] + 1e-4)
+
+
 def layernorm_gradient(x, dy):
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():

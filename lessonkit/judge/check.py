@@ -28,7 +28,8 @@ from lessonkit.modes.interpreter import watched
 
 import torch
 
-MANY = 8  # one sample's largest movement, so many times, is more than any element's root mean square
+LOOK = 2  # samples of a first look; one moves by luck a thousandth of what is usual, where all elements move together
+MANY = 8  # their largest movement, so many times, is more than any element's root mean square
 PART = 2**27  # elements compared at a time
 finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
 ALONE = 0  # samples: how far the rounding of a gradient's operands to 16 bits puts it by itself
@@ -238,15 +239,15 @@ def _compare_values(
             first = _first(got.isnan() & ~usual.isnan())
             raise Rejected("nan", f"{which}NaN at {first}: computed from a NaN, or never written")
         wrong = look.wrong | strange
-        for samples in (1, rounding.SAMPLES):  # one, many times as far, tells what is far off; the others take longer
+        for samples in (LOOK, rounding.SAMPLES):  # a few, many times as far, tell what is far off; all take longer
             if not bool((wrong & ~strange).any()) or (moved := floor(samples)) is None:
                 break
-            moved = MANY * moved.amax().expand_as(moved) if samples == 1 else moved
+            moved = MANY * moved.amax().expand_as(moved) if samples == LOOK else moved
             budget = _budget(got.dtype, exact, usual, finite, moved, stepwise=stepwise)
             allowed = factor * torch.where(finite, budget, 0.0)
-            if samples == 1 and bool(((error > allowed) | strange).any()):
+            if samples == LOOK and bool(((error > allowed) | strange).any()):
                 break
-            if samples > 1:
+            if samples > LOOK:
                 limit, wrong = allowed, wrong & ((error > allowed) | strange)
         if bool((wrong & ~strange).any()) and (off := floor(ALONE)) is not None:
             info = torch.finfo(got.dtype)  # the result is rounded, too
