@@ -348,8 +348,9 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the register that holds the column,
-# and keys & 6 is one value for the whole thread. A comparison is then one instruction with a constant.
+# Thread t of the four that share a row has the columns 8 j + b + 2 t, b = 0 or 1. So keys & ~6, which is 8 j + b, is a
+# constant of the register that holds the column. And keys & 6, which is 2 t, is one value for the whole thread. A
+# comparison is then one instruction with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones. With few registers."""
@@ -555,8 +556,13 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
         batch, head, row, blocks, last = problem.tile(index, CONSUMERS * QUERIES, KEYS)
         row += WHICH * QUERIES
         key = (last - 1) * KEYS
-        # Blocks before `unseen` and from `end` on are seen by no query of this warpgroup. Blocks before `masked` are
-        # crossed by the diagonal or the tail, those from `edge` on by the window's edge.
+        # Block 0 is the last one of the keys. What becomes of the blocks, in the order in which they come:
+        #   0 .. unseen - 1           released unread: no query of this warpgroup sees a key of them
+        #   unseen .. masked - 2      masked_blocks: the diagonal crosses them
+        #   masked - 1                first_block: the last that the diagonal or the tail crosses
+        #   masked .. edge - 1        main_loop, without a mask
+        #   edge .. end - 1           main_loop, where the window's edge may cross them
+        #   end .. blocks - 1         released unread: before the window of each query
         unseen, masked, edge, end = 0, 1, blocks, blocks
         if CAUSAL and not ALIGNED:
             masked = min(blocks, max(1, last - (row + problem.S_k - problem.S_q + 1) // KEYS))
@@ -626,7 +632,8 @@ def as_rows(tile):
 
 @gluon.jit
 def release_unread(c, block):
-    """Return a block's stages unread; after it has come, or the arrival would count for the block before."""
+    """Release a block's stages without reading them. The consumer first waits until the block has come: otherwise its
+    arrival would count for the block before."""
     c.k.wait_full(c.step + block)
     c.k.release(c.step + block)
     c.v.wait_full(c.step + block)
@@ -650,7 +657,7 @@ def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):
     gl.store(lse_ptr + heads.to(gl.int64) * S_q + rows, lse, mask=rows < problem.S_q)
     factor = 1 / gl.where(empty, 1.0, l)
     for i in gl.static_range(len(o)):
-        # The last tile's store had this whole tile's time. Two chunks of equal width have one buffer.
+        # The store of the tile before ran during this whole tile. Two chunks of equal width have one buffer.
         tma.store_wait(0)
         out = args.o_smems[i].index(WHICH)
         as_rows(out).store(scale_rows(o[i], factor).to(out.dtype))
@@ -713,7 +720,8 @@ def attention_hopper_kernel(
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale, CONSUMERS=CONSUMERS,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536.
+    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536 with two
+    # consumers, 128 * (168 + 160 + 160 + 24) = 65536 with three.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer_partition, (args, 0, ALIGNED)),
@@ -809,7 +817,7 @@ def chunks_of_128(columns: int) -> tuple[int, int]:
 def blocks_of_keys(D: int, D_v: int) -> tuple[int, int, int, int]:
     """Keys of a block, the buffers of Q, and the stages of K and of V: what fits beside O.
 
-    A second Q gains where a tile's own work is short. On an H200 it brought 10% at D = 64 and S = 512, 1.5% at
+    A second Q gains where a tile's own work is short. On an H200 it brought 10% at D = 64 and S = 512, and about 1% at
     S = 4096. At D = 128 it brought nothing.
     """
     longer = max(D, D_v)
