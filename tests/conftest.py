@@ -13,7 +13,7 @@ all operators   kernels_of_operators mutants_of_operators operator_cases fuzz* o
 machine code    wgmma ptx_order unset_registers targets launches fingerprint libtriton
 modes           interpreter gluon emulator arena cuda builds cpp_text
 the judge       check lessonkit verdicts gpu_mutants beside sanitize ncu yardstick
-rows and pages  rows renew pages final_report shipped catalogues browser web other_words
+rows and pages  rows peers renew pages final_report shipped catalogues browser web other_words
 commands        command_line terminal course course_run doctor new versions lock
 the repository  repo rooms shared_files
 """

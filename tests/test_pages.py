@@ -8,11 +8,11 @@ import sys
 from lessonkit import Prediction
 from lessonkit.base import words
 from lessonkit.base.errors import Misdeclared
-from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.files import REPORTS
 from lessonkit.commands import show
 from lessonkit.judge import verify
 from lessonkit.lesson import Table, discover, kernels, shape_name, title
-from lessonkit.measure import fuzz_runs, operator_rows, rows, timing
+from lessonkit.measure import fuzz_runs, operator_rows, rows
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import (
     checked,
@@ -276,11 +276,12 @@ def test_scan_is_held_against_cub_on_every_page():
     folder, today = REPORTS / rows.MACHINE, Today(kernels())
     scan = next(ladder for ladder in operator_pages.ladders(folder) if ladder.name == "scan").main()
     assert scan.peer.rung.startswith("CUB")
-    cell = f"CUB § | {scan.ratio} |" if scan.peer.rung.endswith("§") else f"CUB | {scan.ratio} |"
+    elsewhere = scan.peer.rung.endswith("§")
+    cell = f"CUB § | {scan.ratio} |" if elsewhere else f"CUB | {scan.ratio} |"
     contest = next(c for c in results.contests(folder) if c.name == "scan")
     for text in (operator_pages.overview("en", today), final.as_markdown("", final_report.build(folder)[1])):
         assert cell in text
-        assert operator_pages.FROM_ELSEWHERE in text
+        assert operator_pages.FROM_ELSEWHERE in text or not elsewhere
     assert (contest.peer.rung, f"{contest.best.ratio_to_best_peer:.2f}") == (scan.peer.rung, scan.ratio)
 
 
@@ -301,11 +302,6 @@ def test_a_missing_ratio_of_a_steps_table_is_marked():
     assert operator_pages.marked(line)["over its peers"] == "‡"
     assert operator_pages.marked(line | {"best peer, ms": ""})["over its peers"] == ""
     assert operator_pages.marked(line | {"over its peers": "1.00"})["over its peers"] == "1.00"
-
-
-def test_the_readme_says_which_times_are_refused():
-    for guide in ("README.md", "README.zh-CN.md"):
-        assert f"{timing.IMPOSSIBLE - 1:.0%}" in (ROOT / guide).read_text()
 
 
 @pytest.mark.parametrize(("ratio", "peer", "cell"), [(0.0, "quack", "‡"), (0.5, "quack", "0.50"), (0.0, "", "")])
