@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
@@ -39,7 +40,7 @@ class Timed:
     def above(self) -> bool:
         return shares.beyond(self.share.percent)
 
-    @property
+    @cached_property
     def cause(self) -> str:
         return shares.cause(self.share.of, self.moved, self.gpu)
 

@@ -67,7 +67,7 @@ def _label(name: str, direction: str) -> str:
 
 def cells(folder: Path, lessons: Mapping[str, Lesson]) -> list[Cell]:
     """Of one GPU; of a card that the table of chips does not know, as if it could do what Hopper can."""
-    chip = chips.CHIPS.get(folder.name.rpartition("-")[2])
+    chip = chips.of_gpu(folder.name)
     capability = chip.target if chip and isinstance(chip.target, int) else 90
     return list(coverage.cells(folder, lessons.items(), capability))
 
