@@ -26,7 +26,9 @@ from triton.runtime.jit import constexpr_function
 
 __all__ = [
     "HAS_PAIRS",
+    "HAS_REMOTE_ARRIVE",
     "aggregate",
+    "allocate_mbarrier",
     "async_atomic_add",
     "async_load",
     "async_store",
@@ -91,7 +93,10 @@ def tensor_memory_layout(rows, columns, two_ctas=False):
     return blackwell.TensorMemoryLayout((rows, columns), col_stride=1, two_ctas=True, **split)
 
 
-HAS_PAIRS = hasattr(mbarrier, "allocate_mbarrier")  # of CTAs, which share an MMA
+allocate_mbarrier = getattr(mbarrier, "allocate_mbarrier", None)  # Triton 3.6 has none
+HAS_PAIRS = allocate_mbarrier is not None  # of CTAs, which share an MMA
+# From Triton 3.8 on an arrival reaches an mbarrier of the other CTA. So a pair can work on one tile after another.
+HAS_REMOTE_ARRIVE = HAS_PAIRS and not hasattr(mbarrier, "sync_cluster_init")
 
 if hasattr(mbarrier, "sync_cluster_init"):
     cluster_init = mbarrier.sync_cluster_init

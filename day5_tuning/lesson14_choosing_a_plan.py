@@ -1,14 +1,20 @@
-"""Choosing a plan by a cost model: which tile, whole waves or Stream-K
-====================================================================
+"""Choosing a plan by a cost model: which tile, alone or in pairs, whole waves or Stream-K
+=======================================================================================
 Lesson 7 swept the configurations of one matmul at one shape. A library is called with shapes that were never swept. So
 it needs a rule: it estimates the cycles of each plan, and launches the plan with the fewest. `course_ops.matmul` does
-so for 16 bits on Hopper. The model is one page, course_ops/kernels/_matmul_plan.py. It asks two questions.
+so for 16 bits on Hopper. The model is one page, course_ops/kernels/_matmul_plan.py. It asks three questions.
 
 How long is a step? Each SM multiplies a tile of C by steps of 64 along K. While its tensor cores multiply one step, TMA
 copies the next from L2. So a step takes the longer of the two:
 
     MMAs      tile rows * tile columns * 64 multiply-adds, 2048 a cycle
     copies    (tile rows + tile columns) * 2.3 cycles, or 3.8 where rows do not begin at 32-byte sectors of L2
+
+Can two CTAs share a copy? Two tiles, one above the other, multiply the same block of B. Two CTAs on two SMs can be a
+pair: one copy from L2 arrives in both (TMA multicast). Then each copies half of B's rows, and a stage is free again
+when the consumers of both have read it. Gluon has what a pair needs from Triton 3.8 on:
+
+    copies in a pair    (tile rows + tile columns / 2) * 2.3 cycles, or 3.8; 30 cycles more a step
 
 How full is the machine? Whole tiles run in waves, one tile an SM, and the last wave may be nearly empty. Stream-K deals
 out the steps of the last two waves in equal shares. A digit is the tile that an SM multiplies, a dot is an idle step:
@@ -37,7 +43,7 @@ from lessonkit.measure import operator_rows
 from course_ops.kernels import _matmul_plan as model
 
 SMS = 132  # of an H200
-SHAPES = ((4096, 4096, 4096), (3000, 7000, 2048), (4096, 27648, 5120), (8192, 512, 8192))  # M, N, K
+SHAPES = ((4096, 4096, 4096), (5000, 5000, 5000), (3000, 7000, 2048), (8192, 512, 8192))  # M, N, K
 
 
 def shares_fill_the_last_wave():
@@ -53,36 +59,49 @@ def shares_fill_the_last_wave():
 
 
 def a_step_is_the_longer_of_two():
-    """A larger tile copies fewer rows for each multiply-add. Rows that begin within a sector make copies the longer."""
+    """A larger tile copies fewer rows for each multiply-add. Rows that begin within a sector make copies the longer.
+
+    In a pair the copies are shorter than the MMAs again.
+    """
     table = []
     for block_m, block_n in model.TILES:
         rows = block_m + block_n
         mma = model.mma_cycles(block_m, block_n)
         table.append({"tile": f"{block_m} x {block_n}", "MMA cycles": round(mma),
                       "copy cycles": round(rows * model.ROW), "shifted": round(rows * model.SHIFTED_ROW),
+                      "shifted, in a pair": round((block_m + block_n / 2) * model.SHIFTED_ROW),
                       "rows a million multiply-adds": round(1e6 * rows / (block_m * block_n * model.STEP), 1),
                       })  # fmt: skip
     by = {row["tile"]: row for row in table}
     assert by["128 x 256"]["MMA cycles"] > by["128 x 256"]["copy cycles"]
     assert by["128 x 256"]["MMA cycles"] < by["128 x 256"]["shifted"]
+    assert by["128 x 256"]["MMA cycles"] > by["128 x 256"]["shifted, in a pair"]
     assert min(table, key=lambda row: row["shifted"] / row["MMA cycles"])["tile"] == "192 x 256"  # least bound by L2
     return Table("a step", table, "Shifted: rows of A and of B begin within a sector of L2.")
 
 
 def plans_in_order():
-    """At 4096^3 waves of large tiles are nearly full. Where the last wave would be empty, shares or small tiles win."""
+    """At 4096^3 waves of large tiles are nearly full. Where the last wave would be empty, shares or small tiles win.
+
+    At 5000^3 rows begin within a sector, so pairs win.
+    """
     table = []
     for M, N, K in SHAPES:
-        aligned = K * 2 % model.SECTOR == 0, N * 2 % model.SECTOR == 0
-        chosen = model.best_plan(M, N, K, *aligned, SMS)
-        every = sorted(model.plans(M, N, K, *aligned, SMS), key=lambda plan: plan.cycles)
+        asked = M, N, K, K * 2 % model.SECTOR == 0, N * 2 % model.SECTOR == 0, SMS
+        chosen = model.best_plan(*asked, pairs=True)
+        every = sorted(model.plans(*asked, pairs=True), key=lambda plan: plan.cycles)
         for plan in every[:4]:
-            tiles = math.ceil(M / plan.block_m) * math.ceil(N / plan.block_n)
-            table.append({"M x N x K": f"{M} x {N} x {K}", "tile": f"{plan.block_m} x {plan.block_n}", "tiles": tiles,
-                          "waves": round(tiles / SMS, 2), "in shares": plan.shared_tiles,
+            tiles = math.ceil(M / (plan.ctas * plan.block_m)) * math.ceil(N / plan.block_n)  # or pairs of tiles
+            table.append({"M x N x K": f"{M} x {N} x {K}", "tile": tile_of(plan), "tiles": plan.ctas * tiles,
+                          "waves": round(tiles / (SMS // plan.ctas), 2), "in shares": plan.ctas * plan.shared_tiles,
                           "cycles": round(plan.cycles), "chosen": "yes" if plan == chosen else ""})  # fmt: skip
         assert chosen.cycles <= every[0].cycles / model.LEAD
+    assert model.best_plan(5000, 5000, 5000, False, False, SMS, pairs=True).ctas == 2
     return Table("plans", table, f"The four plans of the fewest estimated cycles, on {SMS} SMs.")
+
+
+def tile_of(plan):
+    return f"{plan.block_m} x {plan.block_n}" + ", in pairs" * (plan.ctas == 2)
 
 
 def estimated_beside_measured(folder):
@@ -96,10 +115,12 @@ def estimated_beside_measured(folder):
         widths = M if sizes[4] == "a" else K, K if sizes[4] == "b" else N
         asked = M, N, K, *(width * 2 % model.SECTOR == 0 for width in widths), SMS
         one_wave = math.ceil(M / 128) * math.ceil(N / 256) < SMS  # then another kernel may divide K
-        if one_wave or N % 8 or K % 8 or any(model.copies_that_pay(*asked)):  # or a copy of the operands comes first
+        pairs = tuple(map(int, re.search(r"triton (\d+)\.(\d+)", row.versions).groups())) >= (3, 8)
+        copies = any(model.copies_that_pay(*asked, pairs=pairs))  # of the operands, which come first
+        if one_wave or N % 8 or K % 8 or copies:
             continue
-        plan = model.best_plan(*asked)
-        table.append({"shape": row.shape, "tile": f"{plan.block_m} x {plan.block_n}", "in shares": plan.shared_tiles,
+        plan = model.best_plan(*asked, pairs=pairs)
+        table.append({"shape": row.shape, "tile": tile_of(plan), "in shares": plan.ctas * plan.shared_tiles,
                       "estimated cycles": round(plan.cycles), "measured us": round(1e3 * row.ms, 1),
                       "cycles a ns": round(plan.cycles / row.ms / 1e6, 2), "over the best peer": row.ratio or "",
                       })  # fmt: skip
@@ -117,7 +138,7 @@ def estimated_beside_measured(folder):
 
 LESSON = Steps(
     about=About(
-        teaches="a cost model chooses a matmul's tile and how tiles are dealt out: MMA or L2, waves or Stream-K; "
+        teaches="a cost model chooses a matmul's tile and how tiles are dealt out: MMA or L2, pairs, waves, Stream-K; "
         "its error at the shapes of operators.csv",
         hours=0.5,
     ),

@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from course_ops import testing
+from course_ops import testing, versions
 from course_ops.kernels import (
     _matmul_hopper,
     _matmul_plan,
@@ -31,9 +31,10 @@ SMS = st.sampled_from((4, 78, 114, 132, 144))  # of the H200 132
 
 
 def work_of(plan, M, N, K, sms):
-    """{tile: [(first step, step after the last, CTA)]}, by the functions that the kernel runs."""
-    tiles = math.ceil(M / plan.block_m) * math.ceil(N / plan.block_n)
-    steps, ctas = math.ceil(K / _matmul_plan.STEP), sms if plan.shared_tiles else min(sms, tiles)
+    """{tile: [(first step, step after the last, CTA)]}, by the functions that the kernel runs; CTA: or pair."""
+    tiles = math.ceil(M / (plan.ctas * plan.block_m)) * math.ceil(N / plan.block_n)
+    most = sms // plan.ctas
+    steps, ctas = math.ceil(K / _matmul_plan.STEP), most if plan.shared_tiles else min(most, tiles)
     found = {}
     for cta in range(ctas):
         begin, end = (
@@ -52,7 +53,7 @@ def work_of(plan, M, N, K, sms):
 @example(M=1, N=1, K=1, a_aligned=True, b_aligned=True, sms=132)
 def test_every_step_of_every_tile_is_multiplied_once(M, N, K, a_aligned, b_aligned, sms):
     M, N = min(M, 9000), min(N, 9000)
-    for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms):
+    for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms, pairs=True):
         if plan.other:  # by matmul_tiles_hopper
             continue
         found, tiles, steps = work_of(plan, M, N, K, sms)
@@ -69,9 +70,10 @@ def test_every_step_of_every_tile_is_multiplied_once(M, N, K, a_aligned, b_align
 def test_a_cta_leaves_sums_of_one_tile_at_most_and_before_it_waits(M, N, K, a_aligned, b_aligned, sms):
     """So sums and flags have a place for each CTA, and no CTA waits for one that waits."""
     M, N = min(M, 9000), min(N, 9000)
-    for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms):
+    for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms, pairs=True):
         if plan.other:
             continue
+        programs = sms // plan.ctas
         found, _, _ = work_of(plan, M, N, K, sms)
         left = [cta for parts in found.values() for first, _, cta in parts if first]
         assert len(left) == len(set(left))
@@ -79,28 +81,28 @@ def test_a_cta_leaves_sums_of_one_tile_at_most_and_before_it_waits(M, N, K, a_al
             assert not left
             continue
         ctas = {cta for parts in found.values() for _, _, cta in parts}
-        assert ctas == set(range(sms)), "there is work for every SM"
+        assert ctas == set(range(programs)), "there is work for every SM"
         for cta in left:
             begin = matmul_stream_k_hopper.share_begin.fn(
-                cta, plan.shared_tiles * math.ceil(K / _matmul_plan.STEP), sms
+                cta, plan.shared_tiles * math.ceil(K / _matmul_plan.STEP), programs
             )
             tile, first, _ = matmul_stream_k_hopper.unit_of.fn(
-                0, cta, sms, begin, begin + 1, math.ceil(K / _matmul_plan.STEP), plan.shared_tiles
+                0, cta, programs, begin, begin + 1, math.ceil(K / _matmul_plan.STEP), plan.shared_tiles
             )
             assert first > 0, f"CTA {cta} leaves the sums of tile {tile} first"
 
 
 @settings(max_examples=100, deadline=None)
-@given(**SHAPES, sms=SMS)
-def test_the_best_plan_is_one_of_the_plans_and_aligned_rows_cost_no_more(M, N, K, a_aligned, b_aligned, sms):
-    plans = list(_matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms))
-    best = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms)
+@given(**SHAPES, sms=SMS, pairs=st.booleans())
+def test_the_best_plan_is_one_of_the_plans_and_aligned_rows_cost_no_more(M, N, K, a_aligned, b_aligned, sms, pairs):
+    plans = list(_matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms, pairs))
+    best = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms, pairs=pairs)
     assert best in plans
     assert _matmul_plan.LEAD * best.cycles <= min(plan.cycles for plan in plans)
     assert best.other or best.cycles == min(plan.cycles for plan in plans if not plan.other)
-    assert _matmul_plan.LEAD * _matmul_plan.best_plan(M, N, K, True, True, sms).cycles <= best.cycles
-    whole = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms, whole_tiles_of=128)
-    assert (whole.block_m, whole.shared_tiles) == (128, 0)
+    assert _matmul_plan.LEAD * _matmul_plan.best_plan(M, N, K, True, True, sms, pairs=pairs).cycles <= best.cycles
+    whole = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms, whole_tiles_of=128, pairs=pairs)
+    assert (whole.block_m, whole.shared_tiles, whole.ctas) == (128, 0, 1)
     # No plan multiplies faster than all SMs do without a pause.
     assert best.cycles >= M * N * K / (sms * _matmul_plan.MMA)
 
@@ -242,7 +244,7 @@ WRONG_STREAM_K = (  # function, old, new, and what the emulator says
     ("load_next", "parity ^ 1", "parity", "wait for each other"),
     ("consumer", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,", "this is over: a wgmma of"),
     ("store_sum", "fence_async_shared()", "pass", "no fence_async_shared after this"),
-    ("leave_sums", "WHICH, 1, sem", "WHICH, 0, sem", "waits for a flag"),
+    ("leave_sums", "gl.full([args.CTAS], 1,", "gl.full([args.CTAS], 0,", "waits for a flag"),
 )
 
 
@@ -309,6 +311,72 @@ def test_a_mistake_in_tiles_of_two_parts_is_found(monkeypatch, function, old, ne
     monkeypatch.setitem(wrong.__globals__, "num_sms", lambda _: 2)
     with pytest.raises(Fault, match=says):
         by_parts(wrong, (390, 800, 520), "", (128, 160))
+
+
+# ---- Pairs of CTAs, emulated as Triton 3.8 compiles them -------------------------------------------------------------
+
+emulated_pairs = pytest.mark.skipif(
+    not (device.INTERPRETED and versions.HAS_PAIRS), reason="pairs are emulated without a GPU, from Triton 3.7 on"
+)
+# On 5 SMs, of which a fifth is idle: whole tiles of one part and of two, shared tiles, fewer rows than a pair has.
+PAIRS = (
+    (matmul_tiles_hopper, (520, 520, 328), "", (128, 160), 0),
+    (matmul_tiles_hopper, (392, 1032, 200), "a", (128, 320), 0),
+    (matmul_tiles_hopper, (704, 520, 136), "ab", (256, 128), 0),
+    (matmul_tiles_hopper, (130, 264, 72), "b", (128, 256), 0),
+    (matmul_stream_k_hopper, (390, 520, 136), "b", (128, 256), 0),
+    (matmul_stream_k_hopper, (200, 1032, 328), "", (128, 256), 5),
+    (matmul_stream_k_hopper, (504, 520, 1000), "a", (128, 128), 10),
+    (matmul_stream_k_hopper, (104, 264, 3000), "ab", (128, 128), 3),
+)
+
+
+def of_a_pair(monkeypatch, module, shape, transposed, tile, shared_tiles):
+    """C by pairs, and in fp32."""
+    monkeypatch.setattr(emulated, "_arrives_at_home", lambda: False)
+    monkeypatch.setattr(module, "num_sms", lambda _: 5)
+    a, b = operands(*shape, transposed)
+    plan = _matmul_plan.Plan(*tile, shared_tiles, 0.0, ctas=2)
+    if module is matmul_stream_k_hopper:
+        flags = torch.zeros(20, dtype=torch.int32)
+        monkeypatch.setattr(module, "stream_zeros", lambda x, count, kind: flags[:count])
+        c = module.by_plan(a, b, plan)
+        assert not flags.any(), "left for the next launch"
+    else:
+        c = module.by_plan(a, b, plan, torch.full((len(a), b.shape[1]), math.nan).bfloat16())
+    return c, a.float() @ b.float()
+
+
+@emulated_pairs
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 6))])
+@pytest.mark.parametrize(("module", "shape", "transposed", "tile", "shared_tiles"), PAIRS)
+def test_pairs_are_right_in_every_order(monkeypatch, module, shape, transposed, tile, shared_tiles, seed):
+    monkeypatch.setattr(emulated, "SEED", seed)
+    c, exact = of_a_pair(monkeypatch, module, shape, transposed, tile, shared_tiles)
+    torch.testing.assert_close(c.float(), exact, rtol=2**-8, atol=2**-8)
+
+
+WRONG_PAIRS = (  # function, old, new, and what the emulator says
+    ("wait_until_read", "mbarrier.wait(args.both_empty.index(stage), parity)", "pass", "consumer of CTA 1 reads"),
+    ("wait_until_read", "mbarrier.wait(args.empty.index(stage), parity)", "pass", "more than its 1 arrivals"),
+    ("release", "mbarrier.arrive(args.both_empty.index(stage), pred=pred)", "pass", "wait for each other"),
+    ("load_for_both", ", multicast=True", "", "TMA writes|arrivals"),
+    ("ring_barriers", "both_empty.index(i), count=CONSUMERS", "both_empty.index(i), count=1", "wait for each other"),
+)
+
+
+@emulated_pairs
+@pytest.mark.parametrize("module", [matmul_tiles_hopper, matmul_stream_k_hopper])
+@pytest.mark.parametrize(("function", "old", "new", "says"), WRONG_PAIRS)
+def test_a_mistake_in_a_pair_is_found(monkeypatch, module, function, old, new, says):
+    wrong = mutants.build(_matmul_hopper.__name__, Mutant("wrong", function, old, new, function))
+    monkeypatch.setattr(module, function, wrong)
+    emulated._plain.cache_clear()  # which has the kernel with the right function
+    try:
+        with pytest.raises(Fault, match=says):
+            of_a_pair(monkeypatch, module, (504, 520, 1000), "a", (128, 128), 0)
+    finally:
+        emulated._plain.cache_clear()
 
 
 # ---- What the compiler makes of it ---------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ As in matmul_hopper, each SM has one CTA: a producer warp, and a consumer warpgr
       CTA 0   | tile 0             | tile 1: last steps -> sums |   5 CTAs, 7 tiles: 1.4 tiles each
       CTA 1   | tile 1: first | tile 2             | tile 3 ...
 
+- Pairs of CTAs, from Triton 3.8 on. A pair has two tiles one above the other and does all of the above as one CTA
+  would, with tiles twice as high. B's block is copied once for both (_matmul_plan says what that saves).
+
 A CTA whose share begins inside a tile leaves its sums in global memory and sets a flag. The CTA with the tile's first
 step waits for it, adds the sums in the order of K, and stores C. So the result is the same to the bit each time.
 """
@@ -27,11 +30,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.runtime.jit import constexpr_function
 
 from course_ops._common import cdiv, num_sms, shared_memory
 from course_ops._launch import launcher
-from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describer, split_columns, swizzled_tile
+from course_ops.hopper import aggregate, allocate_stages, ring_slot
+from course_ops.kernels._matmul_hopper import (
+    accumulator,
+    as_operand,
+    block_barrier,
+    describer,
+    load_for_both,
+    release,
+    ring_barriers,
+    split_columns,
+    swizzled_tile,
+    wait_until_read,
+)
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, plan_of
 from course_ops.kernels._tiles import stream_zeros
 from course_ops.kernels.matmul_hopper import BLOCK_M, takes
@@ -108,10 +123,12 @@ class PartitionArgs:
     c_smem: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, PANEL]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    both_empty: gl.shared_memory_descriptor  # in CTA 0 of a pair
     sums_ptr: gl.tensor
     flags_ptr: gl.tensor
     work: Work
     CONSUMERS: gl.constexpr
+    CTAS: gl.constexpr
     A_T: gl.constexpr
     B_T: gl.constexpr
 
@@ -147,12 +164,12 @@ def load_next(args, at):
     """Load the cursor's step as soon as its stage is empty, and move the cursor on."""
     ROWS: gl.constexpr = args.c_desc.block_type.shape[0]
     STEP: gl.constexpr = args.a_desc.block_type.shape[0 if args.A_T else 1]
-    BYTES: gl.constexpr = args.CONSUMERS * args.a_desc.block_type.nbytes + args.b_desc.block_type.nbytes
+    OF_A: gl.constexpr = args.CONSUMERS * args.a_desc.block_type.nbytes // args.CTAS
     stage, parity = ring_slot(at.count, args.full.shape[0])
-    mbarrier.wait(args.empty.index(stage), parity ^ 1)
+    wait_until_read(args, stage, parity ^ 1)
     full, k = args.full.index(stage), at.step * STEP
-    mbarrier.expect(full, BYTES)
-    async_load(args.b_desc, [at.col, k] if args.B_T else [k, at.col], full, args.b_smem.index(stage))
+    mbarrier.expect(full, OF_A + args.b_desc.block_type.nbytes)
+    load_for_both(args.b_desc, [at.col, k] if args.B_T else [k, at.col], full, args.b_smem.index(stage), args.CTAS)
     for i in gl.static_range(args.CONSUMERS):
         row = at.row + i * ROWS
         to = args.a_smem.index(stage * args.CONSUMERS + i)
@@ -178,8 +195,7 @@ def consumer(args, WHICH: gl.constexpr, LOADS: gl.constexpr):
     """Multiply 64 rows of each tile. LOADS: also load, a step into a stage as soon as all consumers have read it."""
     ROWS: gl.constexpr = args.c_desc.block_type.shape[0]
     N: gl.constexpr = args.b_smem.shape[1 if args.B_T else 2]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    acc = gl.zeros((ROWS, N), gl.float32, acc_layout)
+    acc = gl.zeros((ROWS, N), gl.float32, accumulator(N, args.CTAS))
     units = args.work.units()
     if LOADS:
         at = cursor_at(args, 0, 0)
@@ -197,14 +213,14 @@ def consumer(args, WHICH: gl.constexpr, LOADS: gl.constexpr):
             b = as_operand(args.b_smem.index(stage), args.B_T)
             acc = warpgroup_mma(a, b, acc, use_acc=step > first, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(args.empty.index(previous), pred=step > first)
+            release(args, previous, step > first)
             if LOADS:  # noqa: SIM102 (decided by the compiler, apart from the next)
                 if (step > first) & (at.index < units):
                     at = load_next(args, at)
             previous = stage
             count += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(args.empty.index(previous))
+        release(args, previous, True)
         if LOADS:  # noqa: SIM102
             if at.index < units:
                 at = load_next(args, at)
@@ -227,35 +243,70 @@ def panels_of(acc):
     return panels
 
 
+@constexpr_function
+def in_order(elements, ctas):
+    """The layout of a row of elements: 4 neighbours to a thread, 512 to a warpgroup. Of a pair each CTA has a half."""
+    of_ctas = {"cga_layout": [[1]]} if ctas == 2 else {}
+    return gl.BlockedLayout([elements], [32], [4], [0], **of_ctas)
+
+
 # A thread of wgmma's layout holds, of every 8 columns, 2 neighbours in each of 2 rows. In this order its 4 elements
 # are neighbours, and a warp's too: 16 bytes per thread, 512 in a row. No element moves between threads.
 @gluon.jit
-def in_a_row(panel):
-    """[64, 64] -> [4096]."""
-    return panel.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((4096,))
+def in_a_row(panel, CTAS: gl.constexpr):
+    """[64, 64] in each CTA -> [4096]."""
+    HALVES: gl.constexpr = panel.shape[0] // 64
+    x = panel.reshape((HALVES, 4, 2, 8, 8, 4, 2)).permute((0, 4, 1, 3, 5, 2, 6)).reshape((HALVES * 4096,))
+    return gl.convert_layout(x, in_order(4, CTAS), assert_trivial=True)
 
 
 @gluon.jit
-def as_panel(x):
-    """[4096] -> [64, 64]: undoes in_a_row."""
-    return x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))
+def as_panel(x, like):
+    """[4096] in each CTA -> [64, 64], in the layout of `like`: undoes in_a_row."""
+    HALVES: gl.constexpr = x.shape[0] // 4096
+    x = x.reshape((HALVES, 8, 4, 8, 4, 2, 2)).permute((0, 2, 5, 3, 1, 4, 6)).reshape((HALVES * 64, 64))
+    return gl.convert_layout(x, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def sums_of(args, cta, WHICH: gl.constexpr):
-    """Where consumer WHICH of a CTA leaves the sums of the tile inside which its share begins."""
+def sums_of(args, cta, panel, WHICH: gl.constexpr):
+    """Where consumer WHICH of a CTA leaves a panel's sums of the tile inside which its share begins."""
     SIZE: gl.constexpr = args.c_desc.block_type.shape[0] * args.b_smem.shape[1 if args.B_T else 2]
-    return args.sums_ptr + (cta * args.CONSUMERS + WHICH) * SIZE
+    OF_PANEL: gl.constexpr = args.CTAS * 4096
+    first = (cta * args.CONSUMERS + WHICH) * SIZE + panel * OF_PANEL
+    return args.sums_ptr + first + gl.arange(0, OF_PANEL, layout=in_order(4, args.CTAS))
+
+
+@gluon.jit
+def flag_of(args, cta, WHICH: gl.constexpr):
+    """The flag of consumer WHICH of a CTA; of a pair one for each CTA."""
+    first = (cta * args.CONSUMERS + WHICH) * args.CTAS
+    return args.flags_ptr + first + gl.arange(0, args.CTAS, layout=in_order(1, args.CTAS))
 
 
 @gluon.jit
 def leave_sums(args, acc, WHICH: gl.constexpr):
     panels = panels_of(acc)
     for p in gl.static_range(len(panels)):
-        x = in_a_row(panels[p])
-        gl.store(sums_of(args, args.work.cta, WHICH) + p * 4096 + gl.arange(0, 4096, layout=x.type.layout), x)
+        gl.store(sums_of(args, args.work.cta, p, WHICH), in_a_row(panels[p], args.CTAS))
     block_barrier()  # one thread sets the flag: the others' stores must be done
-    gl.atomic_xchg(args.flags_ptr + args.work.cta * args.CONSUMERS + WHICH, 1, sem="release", scope="gpu")
+    ones = gl.full([args.CTAS], 1, gl.int32, in_order(1, args.CTAS))
+    gl.atomic_xchg(flag_of(args, args.work.cta, WHICH), ones, sem="release", scope="gpu")
+
+
+# Each thread waits itself, so its later loads are not older than the flag.
+@gluon.jit
+def wait_until_set(flag):
+    asm: gl.constexpr = """
+        {
+        .reg .pred unset;
+        again:
+        ld.acquire.gpu.global.b32 $0, [$1];
+        setp.eq.s32 unset, $0, 0;
+        @unset bra again;
+        }
+    """
+    gl.inline_asm_elementwise(asm, "=r,l", [flag], gl.int32, is_pure=False, pack=1)
 
 
 # A tile's steps after `last` belong to the next CTAs. Each consumer waits for its like, and clears the flag for the
@@ -263,14 +314,12 @@ def leave_sums(args, acc, WHICH: gl.constexpr):
 @gluon.jit
 def wait_for_helpers(args, tile, last, WHICH: gl.constexpr):
     """Wait until all steps of a tile are summed, and say how many of the next CTAs have had a part in it."""
-    asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"  # by each thread: its later loads are not older
     work = args.work
     helpers = 0
     while last < work.steps:
         helpers += 1
-        flag = args.flags_ptr + (work.cta + helpers) * args.CONSUMERS + WHICH
-        while gl.inline_asm_elementwise(asm, "=r,l", [flag], gl.int32, is_pure=False, pack=1) == 0:
-            pass
+        flag = flag_of(args, work.cta + helpers, WHICH)
+        wait_until_set(flag)
         block_barrier()
         gl.store(flag, 0)
         end = share_begin(work.cta + helpers + 1, work.shared_tiles * work.steps, work.ctas)
@@ -288,11 +337,10 @@ def store_sum(args, acc, helpers, row, col, WHICH: gl.constexpr, HELPED: gl.cons
     for p in gl.static_range(len(panels)):
         x = panels[p]
         if HELPED:
-            x = in_a_row(x)
+            x = in_a_row(x, args.CTAS)
             for i in range(helpers):
-                ptr = sums_of(args, args.work.cta + 1 + i, WHICH) + p * 4096
-                x += gl.load(ptr + gl.arange(0, 4096, layout=x.type.layout), cache_modifier=".cg")  # L1's may be old
-            x = as_panel(x)
+                x += gl.load(sums_of(args, args.work.cta + 1 + i, p, WHICH), cache_modifier=".cg")  # L1's may be old
+            x = as_panel(x, panels[p])
         panel = args.c_smem.index(2 * WHICH + p % 2)
         tma.store_wait(1)
         panel.store(x.to(args.c_desc.dtype))
@@ -307,22 +355,23 @@ def stream_k_hopper_kernel(
     a_desc, b_desc, c_desc,
     sums_ptr, flags_ptr,  # [CTAs, CONSUMERS, ROWS * BLOCK_N] fp32; [CTAs, CONSUMERS] int32, 0 before and after
     steps, shared_tiles, tiles_m, tiles_n, group,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    CONSUMERS: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
     ctas = gl.num_programs(0)
     cta = ctas - 1 - gl.program_id(0)
     total = shared_tiles * steps
+    full, empty, both_empty = ring_barriers(STAGES, CONSUMERS, CTAS)
     args = PartitionArgs(
         a_desc=a_desc, b_desc=b_desc, c_desc=c_desc,
         a_smem=allocate_stages(a_desc, STAGES * CONSUMERS), b_smem=allocate_stages(b_desc, STAGES),
         c_smem=allocate_stages(c_desc, 2 * CONSUMERS),
-        full=allocate_barriers(STAGES, 1), empty=allocate_barriers(STAGES, CONSUMERS),
+        full=full, empty=empty, both_empty=both_empty,
         sums_ptr=sums_ptr, flags_ptr=flags_ptr,
         work=Work(
             cta=cta, ctas=ctas, begin=share_begin(cta, total, ctas), end=share_begin(cta + 1, total, ctas),
             steps=steps, shared_tiles=shared_tiles, tiles_m=tiles_m, tiles_n=tiles_n, group=group,
         ),
-        CONSUMERS=CONSUMERS, A_T=A_T, B_T=B_T,
+        CONSUMERS=CONSUMERS, CTAS=CTAS, A_T=A_T, B_T=B_T,
     )  # fmt: skip
     # The first partition runs in the kernel's own warps. Three consumers need all registers of an SM, 168 a thread, and
     # leave none for a producer: the first of them loads.
@@ -337,11 +386,11 @@ def stream_k_hopper_kernel(
 
 
 def pays(a: Tensor, b: Tensor) -> bool:
-    """Whether this kernel takes a and b, and the plan is not whole tiles of 128 rows, which are matmul_hopper's."""
+    """Whether this kernel takes a and b, and the plan is not whole tiles of one CTA with 128 rows: matmul_hopper's."""
     if not takes(a, b):
         return False
     plan = plan_of(a, b, num_sms(a.device))
-    return not plan.other and (plan.shared_tiles > 0 or plan.block_m != BLOCK_M)
+    return not plan.other and (plan.shared_tiles > 0 or plan.block_m != BLOCK_M or plan.ctas > 1)
 
 
 def matmul_stream_k_hopper(a: Tensor, b: Tensor) -> Tensor:
@@ -362,18 +411,18 @@ def by_plan(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
 def planned(a: Tensor, b: Tensor, plan: Plan) -> Callable[[Tensor, Tensor], Tensor]:
     """by_plan for operands that lie as a and b do."""
     M, N, sms = a.shape[0], b.shape[1], num_sms(a.device)
-    consumers, block_n = plan.block_m // ROWS, plan.block_n
-    (of_a, a_t), (of_b, b_t) = describer(a, ROWS, STEP), describer(b, STEP, block_n)
-    of_c, _ = describer(a.new_empty(M, N, device="meta"), ROWS, PANEL)
-    tiles_m, tiles_n = cdiv(M, plan.block_m), cdiv(N, block_n)
-    ctas = sms if plan.shared_tiles else min(sms, tiles_m * tiles_n)
-    partial = ctas * plan.block_m * block_n if plan.shared_tiles else 0
+    consumers, block_m, block_n, ctas = plan.block_m // ROWS, plan.ctas * plan.block_m, plan.block_n, plan.ctas
+    (of_a, a_t), (of_b, b_t) = describer(a, ctas * ROWS, STEP, plan.rows_apart), describer(b, STEP, block_n, plan.same)
+    of_c, _ = describer(a.new_empty(M, N, device="meta"), ctas * ROWS, PANEL, plan.rows_apart)
+    tiles_m, tiles_n = cdiv(M, block_m), cdiv(N, block_n)
+    programs = sms // ctas if plan.shared_tiles else min(sms // ctas, tiles_m * tiles_n)
+    partial = programs * block_m * block_n if plan.shared_tiles else 0
     beside = 2 * consumers * ROWS * PANEL * 2 + 1024  # bytes: panels of C, barriers
     stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + block_n)))
-    group = group_of(tiles_m, plan.block_m, block_n, sms)
-    sizes = cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n, group, consumers, stages, a_t, b_t
+    group = group_of(tiles_m, block_m, block_n, sms // ctas)
+    sizes = cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n, group, consumers, ctas, stages, a_t, b_t
     empty = a.new_empty(0, dtype=torch.float32), a.new_empty(0, dtype=torch.int32)
-    go = launcher(stream_k_hopper_kernel, (ctas,), num_warps=4)
+    go = launcher(stream_k_hopper_kernel, (programs,), num_warps=4, num_ctas=ctas)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         c, (sums, flags) = a.new_empty(M, N), empty

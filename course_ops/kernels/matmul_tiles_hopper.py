@@ -5,6 +5,8 @@ wave decides. An H200 has 132 SMs. On it, C of 1000 x 4608 takes two waves in it
 in its 128 tiles of 128 x 288. Triton's blocks have powers of two as sizes. So a tile has a left part, of 64, 128 or 256
 columns, and a right part of none, 32 or 64. Each part has a block of B and an accumulator of its own, and one step is
 two MMAs.
+From Triton 3.8 on a pair of CTAs can share the blocks of B (_matmul_plan says what that saves). A pair's tile is two of
+these, one above the other.
 
       128 x 288 = | left: 256 | right: 32 |      256 x 160 = | left: 128 | right: 32 |, 128 rows for each consumer
 """
@@ -25,8 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from course_ops._common import cdiv, num_sms, shared_memory
 from course_ops._launch import launcher
-from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import as_operand, describer, split_columns, swizzled_tile
+from course_ops.hopper import aggregate, allocate_stages, ring_slot
+from course_ops.kernels._matmul_hopper import (
+    accumulator,
+    as_operand,
+    describer,
+    load_for_both,
+    release,
+    ring_barriers,
+    split_columns,
+    swizzled_tile,
+    wait_until_read,
+)
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, parts_of, plan_of
 from course_ops.kernels.matmul_hopper import takes
 from course_ops.versions import async_load, async_store
@@ -50,6 +62,7 @@ class PartitionArgs:
     c_smem: gl.shared_memory_descriptor  # [4, ROWS, PANEL]: two panels for each consumer
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    both_empty: gl.shared_memory_descriptor  # in CTA 0 of a pair
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     steps: gl.tensor
@@ -60,6 +73,7 @@ class PartitionArgs:
     A_T: gl.constexpr
     B_T: gl.constexpr
     GELU: gl.constexpr
+    CTAS: gl.constexpr
 
 
 # Past the end of A or B TMA fills a block with zeros and counts them as arrived bytes, so K needs no padding. In the
@@ -68,7 +82,7 @@ class PartitionArgs:
 def producer(args):
     ROWS: gl.constexpr = args.c_desc.block_type.shape[0]
     STEP: gl.constexpr = args.a_desc.block_type.shape[0 if args.A_T else 1]
-    OF_A: gl.constexpr = 2 * args.a_desc.block_type.nbytes
+    OF_A: gl.constexpr = 2 * args.a_desc.block_type.nbytes // args.CTAS
     OF_B: gl.constexpr = STEP * (args.LEFT + args.RIGHT) * 2
     count = 0
     for tile in range(gl.program_id(0), args.tiles_m * args.tiles_n, gl.num_programs(0)):
@@ -76,16 +90,18 @@ def producer(args):
         col = tile_n * (args.LEFT + args.RIGHT)
         for step in range(args.steps):
             stage, parity = ring_slot(count, args.full.shape[0])
-            mbarrier.wait(args.empty.index(stage), parity ^ 1)
+            wait_until_read(args, stage, parity ^ 1)
             full, k = args.full.index(stage), step * STEP
             mbarrier.expect(full, OF_A + OF_B)
-            async_load(args.left_desc, [col, k] if args.B_T else [k, col], full, args.left_smem.index(stage))
+            at = [col, k] if args.B_T else [k, col]
+            load_for_both(args.left_desc, at, full, args.left_smem.index(stage), args.CTAS)
             for i in gl.static_range(2):
                 row = (tile_m * 2 + i) * ROWS
                 async_load(args.a_desc, [k, row] if args.A_T else [row, k], full, args.a_smem.index(stage * 2 + i))
             if args.RIGHT:
                 right = col + args.LEFT
-                async_load(args.right_desc, [right, k] if args.B_T else [k, right], full, args.right_smem.index(stage))
+                at = [right, k] if args.B_T else [k, right]
+                load_for_both(args.right_desc, at, full, args.right_smem.index(stage), args.CTAS)
             count += 1
 
 
@@ -96,15 +112,9 @@ def consumer(args, WHICH: gl.constexpr):
     ROWS: gl.constexpr = args.c_desc.block_type.shape[0]
     LEFT: gl.constexpr = args.LEFT
     RIGHT: gl.constexpr = args.RIGHT
-    left_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, LEFT, 16]
-    )
-    left = gl.zeros((ROWS, LEFT), gl.float32, left_layout)
+    left = gl.zeros((ROWS, LEFT), gl.float32, accumulator(LEFT, args.CTAS))
     if RIGHT:
-        right_layout: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, RIGHT, 16]
-        )
-        right = gl.zeros((ROWS, RIGHT), gl.float32, right_layout)
+        right = gl.zeros((ROWS, RIGHT), gl.float32, accumulator(RIGHT, args.CTAS))
     count = 0
     for tile in range(gl.program_id(0), args.tiles_m * args.tiles_n, gl.num_programs(0)):
         tile_m, tile_n = swizzled_tile(tile, args.tiles_m, args.tiles_n, args.group)
@@ -121,7 +131,7 @@ def consumer(args, WHICH: gl.constexpr):
                 left, right = warpgroup_mma_wait(2, deps=(left, right))
             else:
                 left = warpgroup_mma_wait(1, deps=(left,))
-            mbarrier.arrive(args.empty.index(previous), pred=step > 0)
+            release(args, previous, step > 0)
             previous = stage
             count += 1
         left_bias = bias_of(args, tile_n, 0, left)  # while the last step's MMAs run
@@ -132,7 +142,7 @@ def consumer(args, WHICH: gl.constexpr):
         else:
             left = warpgroup_mma_wait(0, deps=(left,))
         left = plus(left, left_bias)
-        mbarrier.arrive(args.empty.index(previous))
+        release(args, previous, True)
         row, col = (tile_m * 2 + WHICH) * ROWS, tile_n * (LEFT + RIGHT)
         tma.store_wait(0)  # of the last tile's panels: they have had the time of all steps
         store_part(args, left, row, col, WHICH)
@@ -211,15 +221,16 @@ def store_panel(args, desc, x, row, col, BUFFER: gl.constexpr):
 def tiles_kernel(
     a_desc, left_desc, right_desc, c_desc, z_desc, bias_ptr, tiles_m, tiles_n, steps, group, N,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-    GELU: gl.constexpr,
+    GELU: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
+    full, empty, both_empty = ring_barriers(STAGES, 2, CTAS)
     args = PartitionArgs(
         a_desc=a_desc, left_desc=left_desc, right_desc=right_desc, c_desc=c_desc, z_desc=z_desc, bias_ptr=bias_ptr,
         a_smem=allocate_stages(a_desc, STAGES * 2), left_smem=allocate_stages(left_desc, STAGES),
         right_smem=allocate_stages(right_desc, STAGES) if RIGHT else None, c_smem=allocate_stages(c_desc, 4),
-        full=allocate_barriers(STAGES, 1), empty=allocate_barriers(STAGES, 2),
+        full=full, empty=empty, both_empty=both_empty,
         tiles_m=tiles_m, tiles_n=tiles_n, steps=steps, group=group, N=N,
-        LEFT=LEFT, RIGHT=RIGHT, A_T=A_T, B_T=B_T, GELU=GELU,
+        LEFT=LEFT, RIGHT=RIGHT, A_T=A_T, B_T=B_T, GELU=GELU, CTAS=CTAS,
     )  # fmt: skip
     gl.warp_specialize([
         (consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))
@@ -259,17 +270,18 @@ def planned(
     """by_plan for tensors that lie as these do: a function of a, b, c, bias and z."""
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     left, right = parts_of(plan.block_n)
-    rows = plan.block_m // CONSUMERS
-    (of_a, a_t), (of_left, b_t) = describer(a, rows, STEP), describer(b, STEP, left)
-    of_right = describer(b, STEP, right)[0] if right else _absent
+    ctas, rows = plan.ctas, plan.ctas * plan.block_m // CONSUMERS
+    (of_a, a_t), (of_left, b_t) = describer(a, rows, STEP, plan.rows_apart), describer(b, STEP, left, plan.same)
+    of_right = describer(b, STEP, right, plan.same)[0] if right else _absent
     panel = right or 64
-    of_c, of_z = (_absent if t is None else describer(t, rows, panel)[0] for t in (c, z))
-    tiles_m, tiles_n = cdiv(M, plan.block_m), cdiv(N, plan.block_n)
+    of_c, of_z = (_absent if t is None else describer(t, rows, panel, plan.rows_apart)[0] for t in (c, z))
+    tiles_m, tiles_n = cdiv(M, ctas * plan.block_m), cdiv(N, plan.block_n)
     tiles = tiles_m * tiles_n
     stages = stages_of(plan.block_m, plan.block_n, shared_memory(a.device))
-    group = group_of(tiles_m, plan.block_m, plan.block_n, sms)
-    sizes = tiles_m, tiles_n, cdiv(K, STEP), group, N, left, right, stages, a_t, b_t, gelu
-    go = launcher(tiles_kernel, (cdiv(tiles, cdiv(tiles, sms)),), num_warps=4)
+    group = group_of(tiles_m, ctas * plan.block_m, plan.block_n, sms // ctas)
+    sizes = tiles_m, tiles_n, cdiv(K, STEP), group, N, left, right, stages, a_t, b_t, gelu, ctas
+    waves = cdiv(tiles, sms // ctas)
+    go = launcher(tiles_kernel, (cdiv(tiles, waves),), num_warps=4, num_ctas=ctas)
 
     def run(a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None = None, z: Tensor | None = None) -> Tensor:
         go(of_a(a), of_left(b), of_right(b), of_c(c), of_z(z), bias, *sizes)

@@ -501,10 +501,11 @@ def _async_load(
     desc: _Descriptor, coord: Sequence[int], barrier: _Memory, result: _Memory, pred: bool = True,
     multicast: bool = False,
 ) -> None:  # fmt: skip
-    if not pred:
-        return
     me, view = _now(), result.mine()
-    state = me.barrier(barrier, me.rank, by_threads=False)
+    if not pred or (multicast and me.rank):  # the first CTA issues it, and it arrives in both
+        return
+    ranks = range(me.cluster.ctas) if multicast else (me.rank,)
+    states = [me.barrier(barrier, rank, by_threads=False) for rank in ranks]
     who, tick = me.start("copy", (id(view.space), view.box))
     clock = {**me.clock, who: tick}
     what = f"TMA writes {view.space.name} for {me.name}"
@@ -519,7 +520,8 @@ def _async_load(
 
     def complete() -> None:
         view.data.copy_(block)
-        state.arrive(clock, announced=-nbytes)
+        for state in states:
+            state.arrive(clock, announced=-nbytes)
 
     me.cluster.copies.append(complete)
 
@@ -603,7 +605,7 @@ def _warpgroup_mma(
     a: Any, b: _Memory, acc: torch.Tensor, *, use_acc: bool = True, precision: Any = None,
     max_num_imprecise_acc: Any = None, is_async: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    me = _now()
+    me, a, b = _now(), a.mine() if isinstance(a, _Memory) else a, b.mine()
     who, tick = me.start("wgmma", "")
     for view in (a, b):
         if isinstance(view, _Memory):
@@ -646,8 +648,16 @@ def _warp_specialize(
         _join(me.clock, p.clock)
 
 
+def _mine(block: torch.Tensor, layout: Any) -> torch.Tensor:
+    """What the running CTA has of a block in registers: of a pair half, if the layout says so."""
+    split = _split(layout, 0)
+    if split is None:
+        return block.as_subclass(_Block)
+    return block.chunk(PAIR, split)[_now().rank].as_subclass(_Block)
+
+
 def _zeros(shape: Sequence[int], dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
-    return torch.zeros(list(shape), dtype=dtype).as_subclass(_Block)
+    return _mine(torch.zeros(list(shape), dtype=dtype), layout)
 
 
 def _allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any, value: Any = None) -> Any:
@@ -666,7 +676,7 @@ def _allocate_tensor_memory(dtype: torch.dtype, shape: Sequence[int], layout: An
 
 
 def _full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
-    return torch.full(list(shape), value, dtype=dtype).as_subclass(_Block)
+    return _mine(torch.full(list(shape), value, dtype=dtype), layout)
 
 
 def _static_assert(holds: bool, message: str = "") -> None:
@@ -742,10 +752,10 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *op
         if (args[0] == -1).any():
             raise Fault("barrier", f"{_now().name} waits for a word in global memory that no CTA before this one wrote")
         return args[0]
-    if not asm.startswith("ld.acquire"):
+    if "ld.acquire.gpu.global.b32 $0" not in asm:  # until it is not 0
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
-    if not flag:
+    if not torch.as_tensor(flag).all():
         raise Fault("barrier", f"{_now().name} waits for a flag in global memory that no CTA before this one has set")
     return flag
 
@@ -786,7 +796,7 @@ def _vocabulary() -> dict[int, Any]:
             "cast": lambda value, dtype: value if isinstance(value, int) else value.to(dtype),
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
-            "arange": lambda start, end, layout=None: torch.arange(start, end).as_subclass(_Block),
+            "arange": lambda start, end, layout=None: _mine(torch.arange(start, end), layout),
             "to_tensor": lambda value: value,
             "barrier": lambda *asked, **more: None,  # a partition's threads are one
             "thread_barrier": lambda *asked, **more: None,
