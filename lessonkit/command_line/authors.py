@@ -3,10 +3,9 @@
 from functools import partial
 from typing import Annotated
 
-from lessonkit.base.files import ROOT
 from lessonkit.base.words import counted, listed, said
 from lessonkit.command_line import choice
-from lessonkit.command_line.outcome import end
+from lessonkit.command_line.outcome import end, list_written, mistakes
 from lessonkit.command_line.panels import WRITE
 from lessonkit.commands import exercises, languages, new, show
 from lessonkit.measure import dependents, operator_rows
@@ -28,12 +27,9 @@ def new_lesson(
     In Triton, `new day2_triton_basics.lesson18_silu --problem silu --after lesson03_gelu`; in CUDA C++, where it has
     a program too, `new cuda_src.25_silu --problem silu --after 02_vector_add`.
     """
-    try:
+    with mistakes():
         made = new.lesson(name, problem, choice.one(after)[0])
-    except ValueError as why:
-        raise typer.BadParameter(str(why)) from None
-    for path in made:
-        show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
+    list_written(made)
     stem = name.partition(".")[2]
     command = f"{exercises.COURSE} check {stem}"
     show.console.print(said("What it still lacks says: {command}").format(command=command))

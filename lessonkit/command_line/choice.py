@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lessonkit.base import chips, renames
 from lessonkit.base.words import said
-from lessonkit.command_line.outcome import end
+from lessonkit.command_line.outcome import end, mistakes
 from lessonkit.commands import exercises, show
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names
 from lessonkit.measure import operator_cases, operator_rows
@@ -15,6 +15,7 @@ import typer
 
 
 def lessons(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
+    """The lessons that this word names."""
     return list(discover(meant(which)))
 
 
@@ -92,13 +93,19 @@ def one(which: str) -> tuple[str, Lesson | Steps]:
     return name, found
 
 
+def one_with_rungs(which: str, otherwise: str) -> tuple[str, Lesson]:
+    """The one lesson that is named. If it has no rungs, that is a mistake; `otherwise` says so of its {name}."""
+    name, found = one(which)
+    if isinstance(found, Steps):
+        raise typer.BadParameter(otherwise.format(name=name))
+    return name, found
+
+
 def not_imported(name: str, lesson: Broken) -> str:
     return said("{name}: cannot be imported: {error}").format(name=name, error=lesson.error)
 
 
 def card(name: str) -> chips.Chip | None:
     """The card of this name, if it is one. What the table does not have is said in the words of the command line."""
-    try:
+    with mistakes():
         return chips.find(name) if name else None
-    except ValueError as why:
-        raise typer.BadParameter(str(why)) from None

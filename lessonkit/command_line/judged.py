@@ -6,7 +6,7 @@ from typing import Annotated
 from lessonkit.base import device
 from lessonkit.base.words import said
 from lessonkit.command_line import choice
-from lessonkit.command_line.outcome import end
+from lessonkit.command_line.outcome import end, mistakes
 from lessonkit.command_line.panels import MEASURE, LessonOrOperator, Which
 from lessonkit.commands import on_gpu, show
 from lessonkit.measure import sanitize
@@ -59,10 +59,8 @@ def run_sanitizers(
         known = ", ".join(sanitize.ALL)
         raise typer.BadParameter(said("{what}: there are {known}").format(what=f"--tool {unknown[0]}", known=known))
     which = choice.watched(which, rung)
-    try:
+    with mistakes("--"):
         part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
-    except ValueError as error:
-        raise typer.BadParameter(f"--{error}") from None
     if not device.HAS_GPU:
         show.console.print(sanitize.lacks(tools[0]))
         return

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from lessonkit.base.words import said
 from lessonkit.command_line import choice
+from lessonkit.command_line.outcome import mistakes
 from lessonkit.command_line.panels import LEARN
 from lessonkit.commands import evidence, web
-from lessonkit.lesson import Steps
 
 import typer
 
@@ -28,13 +28,10 @@ def predict(
 
     ms, us, TB/s, TFLOP/s, % of the limit, x: times as fast as the rung before, least: times the least bytes.
     """
-    name, found = choice.one(lesson)
-    if isinstance(found, Steps):
-        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to predict").format(name=name))
-    try:
+    steps_alone = said("{name} has steps and no rungs: there is nothing to predict")
+    name, found = choice.one_with_rungs(lesson, steps_alone)
+    with mistakes(f"{name}: "):
         evidence.predict(name, found, rung, words or [])
-    except ValueError as why:
-        raise typer.BadParameter(f"{name}: {why}") from None
 
 
 @learn(name="quiz")
@@ -48,14 +45,12 @@ def take_quiz(
 
     Answers are judged by the lessons' own numbers and kernels. `progress` shows before and after side by side.
     """
-    try:
+    with mistakes():
         if not name:
             return evidence.quizzes()
         if only_show:
             return evidence.show_questions(name, part)
         evidence.take(name, part, answers)
-    except ValueError as why:
-        raise typer.BadParameter(str(why)) from None
 
 
 @learn(name="progress")
@@ -67,10 +62,8 @@ def show_progress(
 ) -> None:
     """Show your predictions against what was measured, tries and hints of exercises, and quizzes before and after."""
     if files:
-        try:
+        with mistakes():
             return evidence.of_class(files)
-        except ValueError as why:
-            raise typer.BadParameter(str(why)) from None
     if as_json or out:
         return evidence.write(name, out)
     evidence.mine()

@@ -10,11 +10,11 @@ from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import write_atomically
 from lessonkit.base.words import language, said
 from lessonkit.command_line import choice
-from lessonkit.command_line.outcome import end
+from lessonkit.command_line.outcome import end, mistakes
 from lessonkit.command_line.panels import LEARN, Which
 from lessonkit.commands import exercises, languages, running, show, tracing
 from lessonkit.judge import trace, verify
-from lessonkit.lesson import Steps, title
+from lessonkit.lesson import title
 from lessonkit.pages import glossary, rung_source
 
 import typer
@@ -81,13 +81,10 @@ def trace_rung(
 ) -> None:
     """Show step by step which program of a rung reads and writes what, in the interpreter: `n=300` says how much."""
     exercises.without_gpu()
-    name, found = choice.one(lesson)
-    if isinstance(found, Steps):
-        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to trace").format(name=name))
-    try:
+    steps_alone = said("{name} has steps and no rungs: there is nothing to trace")
+    name, found = choice.one_with_rungs(lesson, steps_alone)
+    with mistakes(f"{name}: "):
         heading, steps = tracing.traced(found, rung, shape or [])
-    except ValueError as why:
-        raise typer.BadParameter(f"{name}: {why}") from None
     if page:
         return tracing.write_page(page, heading, steps)
     tracing.print_steps(heading, steps)
@@ -100,20 +97,13 @@ def diff(
     new: Annotated[str, typer.Argument(help="The rung to compare it with: add_block.")] = "",
 ) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
-    name, found = choice.one(lesson)
-    if isinstance(found, Steps):
-        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to compare").format(name=name))
-
-    def source(rung: str) -> list[str]:
-        try:
-            return rung_source.lines(name, trace.rung(found, rung).__name__, said)
-        except ValueError as why:
-            raise typer.BadParameter(f"{name}: {why}") from None
-
-    for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
-        show.console.print(
-            line, style="green" if line[0] == "+" else "red" if line[0] == "-" else None, highlight=False
-        )
+    steps_alone = said("{name} has steps and no rungs: there is nothing to compare")
+    name, found = choice.one_with_rungs(lesson, steps_alone)
+    with mistakes(f"{name}: "):
+        before, after = (rung_source.lines(name, trace.rung(found, rung).__name__, said) for rung in (old, new))
+    styles = {"+": "green", "-": "red"}
+    for line in difflib.unified_diff(before, after, old, new, lineterm="", n=2):
+        show.console.print(line, style=styles.get(line[0]), highlight=False)
 
 
 @learn()
@@ -128,10 +118,5 @@ def picture(
         write_atomically(path, each.svg(language()))
         show.console.print(f"{path}: {each.title(language())}")
     if not drawn:
-        end(
-            [
-                said("no lesson of {which} names a picture: a lesson does so by `pictures` of its `about`").format(
-                    which=repr(which)
-                )
-            ]
-        )
+        words = said("no lesson of {which} names a picture: a lesson does so by `pictures` of its `about`")
+        end([words.format(which=repr(which))])

@@ -5,10 +5,9 @@ from functools import partial
 from typing import Annotated
 
 from lessonkit.base import device
-from lessonkit.base.files import ROOT
 from lessonkit.base.words import counted, said
 from lessonkit.command_line import choice
-from lessonkit.command_line.outcome import end, say_written, warn
+from lessonkit.command_line.outcome import end, list_written, mistakes, say_written, warn
 from lessonkit.command_line.panels import MEASURE, Which
 from lessonkit.commands import on_gpu, renew, show
 from lessonkit.lesson import kernels
@@ -81,17 +80,12 @@ def write_report(
         words = said("{which}: there is `report`, and `report final`")
         raise typer.BadParameter(words.format(which=repr(which)))
     if which:
-        try:
+        with mistakes():
             made = final_report.write_report(operator)
-        except ValueError as why:
-            raise typer.BadParameter(str(why)) from None
-        for path in made:
-            show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
-        return
+        return list_written(made)
     with show.console.status(said("making pages")):
         changed = report.write()
-    for path in changed:
-        show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
+    list_written(changed)
     warn(paths.routes())
     if old := stale.old():
         words = said("{count} rows are to be measured again; the pages mark them, `stale` says why.")

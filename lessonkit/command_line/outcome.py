@@ -1,6 +1,7 @@
 """How a command ends: its warnings, the files that it wrote, what failed, and the exit code."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,22 @@ def say_written(files: Sequence[Path]) -> None:
         show.console.print(said("wrote {path}").format(path=shown + more), style="dim", highlight=False)
 
 
+def list_written(files: Iterable[Path]) -> None:
+    for path in files:
+        show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
+
+
+@contextmanager
+def mistakes(before: str = "") -> Iterator[None]:
+    """A ValueError inside is a mistake on the command line (exit code 2), and is said behind the words `before`."""
+    try:
+        yield
+    except ValueError as why:
+        raise typer.BadParameter(f"{before}{why}") from None
+
+
 def end(failed: list[str]) -> NoReturn:
+    """Say what failed. The exit code is 1 if anything did, else 0."""
     for line in failed:
         show.console.print(line, style="red")
     raise typer.Exit(int(bool(failed)))

@@ -39,8 +39,8 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
         words = said("no path is called {name}; there are {known}")
         raise typer.BadParameter(words.format(name=repr(name), known=", ".join(routes)))
     warn(routes[word] for word in ([name] if name else routes))
+    page = guides.GUIDES[language()].removeprefix("README")
     if not name:
-        page = guides.GUIDES[language()].removeprefix("README")
         body = [[r.name, r.ends[language()], f"paths/{r.name}{page}"] for r in routes.values()]
         return show.table(said("paths"), [said("name"), said("at the end"), said("page")], body)
     route, body = routes[name], []
@@ -53,8 +53,7 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
         words = said("{done} of {count}")
         done = words.format(done=len(passed.intersection(asked)), count=len(asked)) if asked else ""
         body.append([part.title[language()], time_, done])
-    page = f"paths/{name}{guides.GUIDES[language()].removeprefix('README')}"
-    heading = said("{name}: {page}").format(name=route.title[language()], page=page)
+    heading = said("{name}: {page}").format(name=route.title[language()], page=f"paths/{name}{page}")
     show.table(heading, [said("part"), said("time"), said("exercises passed")], body)
     if waiting := next((exercise for exercise in route.exercises if exercise.name not in passed), None):
         command = f"{exercises.COURSE} exercise next {waiting.short}"
