@@ -258,8 +258,8 @@ def repeated(monkeypatch, tmp_path):
     """A machine with a GPU, where one rung is repeated; `beside` says how it went."""
     found = [ALONE, BESIDE]
     monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
-    monkeypatch.setattr(main.device, "HAS_GPU", True)
-    monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "name", lambda: "some-gpu")
     monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
     monkeypatch.setattr(beside, "measured", lambda lessons, seconds, rung, alone: ([each] for each in found))
     return found

@@ -388,7 +388,9 @@ def test_help_is_translated(catalogue):
 
 def test_the_help_of_every_command_is_in_the_catalogue():
     known = {message.id for message in catalogues.load("kit", "zh")}
-    callbacks = [command.callback for app in (__main__.app, exercises.app) for command in app.registered_commands]
+    apps = [group.typer_instance for group in __main__.app.registered_groups]
+    assert exercises.app in apps
+    callbacks = [command.callback for app in (__main__.app, *apps) for command in app.registered_commands]
     help_of = [text for callback in callbacks for text in catalogues.help_paragraphs(inspect.getdoc(callback) or "")]
     assert len(callbacks) > 20
     assert not set(help_of) - known

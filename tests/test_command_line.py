@@ -8,9 +8,13 @@ import sys
 import lessonkit.__main__ as cli
 from lessonkit import device, lesson
 from lessonkit.base.files import ROOT, environment
+from lessonkit.command_line import choice
 from lessonkit.commands import show
+from lessonkit.cuda import sass, toolchain
+from lessonkit.judge import counters, verify
 from lessonkit.lesson import Broken, Lesson, case, discover
 from lessonkit.measure import bench, rows
+from lessonkit.modes import compiled
 from lessonkit.pages import report
 
 import pytest
@@ -95,10 +99,10 @@ def test_check_passes_and_shows_mutants():
 @pytest.mark.parametrize("words", ["check", "compile", "count", "bench", "diff"])
 def test_a_broken_lesson_is_a_failure(words, monkeypatch):
     broken = [("day9.lesson01", Broken(SyntaxError("no [/b]")))]
-    monkeypatch.setattr(cli, "discover", lambda which="": iter(broken))
+    monkeypatch.setattr(choice, "discover", lambda which="": iter(broken))
     monkeypatch.setattr(report, "write", list)
     monkeypatch.setattr(device, "HAS_GPU", words == "bench")
-    monkeypatch.setattr(cli.toolchain, "lacks", lambda *pieces: "")
+    monkeypatch.setattr(toolchain, "lacks", lambda *pieces: "")
     result = invoke(cli.app, [words, "lesson01", *(["a", "b"] if words == "diff" else [])])
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
@@ -106,16 +110,16 @@ def test_a_broken_lesson_is_a_failure(words, monkeypatch):
 
 
 def test_check_names_what_is_wrongly_declared(monkeypatch):
-    questions = cli.verify.questions
+    questions = verify.questions
     mutants = [lambda name, lesson: [q for q in questions(name, lesson) if q.kind == "mutant"]]
-    monkeypatch.setattr(cli.verify, "questions", *mutants)
+    monkeypatch.setattr(verify, "questions", *mutants)
     ((name, right),) = discover("lesson01_vector_add")
     typo = dataclasses.replace(right, checks=(case("a typo", m=3),), wrong=())
     mutant = dataclasses.replace(right.wrong[0], old="nowhere to be found")
     stale = dataclasses.replace(right, checks=(), wrong=(mutant,), grad=None)
     monkeypatch.setattr(show.console, "_width", 1000)
     for wrong, says in ((typo, f"{name}: the case 'm=3'"), (stale, f"{name}: the mutant {mutant.why!r}: old=")):
-        monkeypatch.setattr(cli, "discover", lambda which="", wrong=wrong: iter([(name, wrong)]))
+        monkeypatch.setattr(choice, "discover", lambda which="", wrong=wrong: iter([(name, wrong)]))
         result = invoke(cli.app, ["check", name])
         assert result.exit_code == 1
         assert isinstance(result.exception, SystemExit)
@@ -135,7 +139,7 @@ def test_check_says_where_a_lessons_own_code_fails(monkeypatch):
         (lambda x, y: add(x, 0), rf"{name}: \w+: .* \((day2_triton_basics/lesson01_vector_add|tests/\w+)\.py:\d+\)"),
     ):
         broken = dataclasses.replace(right, rungs=(rung,), passes={}, predicted=(), grad=None)
-        monkeypatch.setattr(cli, "discover", lambda which="", broken=broken: iter([(name, broken)]))
+        monkeypatch.setattr(choice, "discover", lambda which="", broken=broken: iter([(name, broken)]))
         monkeypatch.setattr(show.console, "_width", 1000)
         result = invoke(cli.app, ["check", name])
         assert result.exit_code == 1
@@ -159,11 +163,11 @@ def test_check_says_once_what_is_wrong(monkeypatch):
     wrong = dataclasses.replace(
         right, rungs=(off,), checks=small, passes={}, predicted=(), wrong=(), grad=None, properties=(holds,), claims={}
     )
-    asked = cli.verify.questions
+    asked = verify.questions
     kinds = ("rung", "other-dtypes", "holds")
     some = [lambda name, lesson: [q for q in asked(name, lesson) if q.kind in kinds]]
-    monkeypatch.setattr(cli.verify, "questions", *some)
-    monkeypatch.setattr(cli, "discover", lambda which="": iter([(name, wrong)]))
+    monkeypatch.setattr(verify, "questions", *some)
+    monkeypatch.setattr(choice, "discover", lambda which="": iter([(name, wrong)]))
     monkeypatch.setattr(show.console, "_width", 1000)
     result = invoke(cli.app, ["check", name])
     assert result.exit_code == 1
@@ -180,8 +184,8 @@ def test_check_judges_the_bytes_that_a_rung_moves(off, monkeypatch):
     rung = right.rungs[-1]
     small = tuple(each for each in right.checks if not each.gib)[-1:]
     lesson = dataclasses.replace(right, rungs=(rung,), checks=small, passes={rung: off * right.passes[rung]}, grad=None)
-    monkeypatch.setattr(cli.verify, "questions", lambda name, lesson: [])
-    monkeypatch.setattr(cli, "discover", lambda which="": iter([(name, lesson)]))
+    monkeypatch.setattr(verify, "questions", lambda name, lesson: [])
+    monkeypatch.setattr(choice, "discover", lambda which="": iter([(name, lesson)]))
     monkeypatch.setattr(show.console, "_width", 1000)
     result = invoke(cli.app, ["check", name])
     assert result.exit_code == int(off != 1), result.output
@@ -217,13 +221,13 @@ def test_count_is_of_cuda_lessons(monkeypatch):
 @pytest.mark.parametrize("command", ["compile lesson01_vector_add", "count 02_vector_add"])
 def test_what_a_command_writes_is_said_in_one_line(command, monkeypatch):
     """The rows that change, and the pages; where nothing changes, nothing."""
-    monkeypatch.setattr(cli.toolchain, "lacks", lambda *pieces: "")
-    monkeypatch.setattr(cli.compiled, "compile_ahead", lambda names, targets: None)
-    monkeypatch.setattr(cli.compiled, "kernels", lambda name, targets: [])
-    monkeypatch.setattr(cli.sass, "broken_claims", lambda name, claimed, found: [])
-    monkeypatch.setattr(cli.counters, "traffic", lambda lesson: [])
-    monkeypatch.setattr(cli.counters, "rows", lambda found: [])
-    monkeypatch.setattr(cli.counters, "broken_counts", lambda name, lesson, found: [])
+    monkeypatch.setattr(toolchain, "lacks", lambda *pieces: "")
+    monkeypatch.setattr(compiled, "compile_ahead", lambda names, targets: None)
+    monkeypatch.setattr(compiled, "kernels", lambda name, targets: [])
+    monkeypatch.setattr(sass, "broken_claims", lambda name, claimed, found: [])
+    monkeypatch.setattr(counters, "traffic", lambda lesson: [])
+    monkeypatch.setattr(counters, "rows", lambda found: [])
+    monkeypatch.setattr(counters, "broken_counts", lambda name, lesson, found: [])
     monkeypatch.setattr(show, "resources", lambda name, targets: None)
     monkeypatch.setattr(show.console, "_width", 1000)
     rows_, pages = ROOT / "reports" / "rows.csv", [ROOT / "reports" / f"{n}.md" for n in range(4)]
@@ -251,7 +255,7 @@ def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path):
 
 
 def test_all_is_every_lesson():
-    assert [name for name, _ in cli._chosen("all")] == [name for name, _ in discover()]
+    assert [name for name, _ in choice.lessons("all")] == [name for name, _ in discover()]
 
 
 def test_check_of_steps_says_how_to_run_them():

@@ -11,6 +11,7 @@ from io import StringIO
 import lessonkit.__main__ as cli
 from lessonkit import device, lesson
 from lessonkit.base.files import ROOT
+from lessonkit.command_line import choice
 from lessonkit.commands import course_run, running, show
 from lessonkit.commands.parallel import Ended
 from lessonkit.judge import verdicts
@@ -33,7 +34,7 @@ def course(tmp_path, monkeypatch):
     for module in (running, course_run, lesson, verdicts):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(course_run, "FILE", tmp_path / ".course_run.json")
-    monkeypatch.setattr(cli, "discover", lambda which="": [(name, Steps(())) for name in lesson.names(which)])
+    monkeypatch.setattr(choice, "discover", lambda which="": [(name, Steps(())) for name in lesson.names(which)])
     monkeypatch.setattr(device, "HAS_GPU", False)
     monkeypatch.setattr(show, "console", Console(file=StringIO(), width=150, markup=False))
 

@@ -5,6 +5,7 @@ import re
 
 from lessonkit import __main__
 from lessonkit.base.files import ROOT
+from lessonkit.commands import show
 from lessonkit.lesson import names
 from lessonkit.pages import glossary, guides
 
@@ -122,7 +123,7 @@ def test_the_head_of_a_lesson_is_kept_up_to_date():
     ],
 )
 def test_a_word_is_explained_in_a_terminal(which, says, says_not):
-    with __main__.show.console.capture() as printed:
+    with show.console.capture() as printed:
         done = CliRunner().invoke(__main__.app, ["words", which])
     assert done.exit_code == (0 if says else 1)
     if says:

@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import lessonkit.__main__ as main
+from lessonkit.base import device
 from lessonkit.base.errors import Rejected
 from lessonkit.base.files import environment
 from lessonkit.commands import on_gpu
@@ -147,9 +148,9 @@ KITTENS = "day3_matmul_tk.lesson14_thunderkittens_matmul"
 
 def test_a_mutant_that_this_machine_lacks_something_for_is_left_out_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
-    monkeypatch.setattr(main.device, "HAS_GPU", True)
-    monkeypatch.setattr(main.device, "capability", lambda: 90)
-    monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "capability", lambda: 90)
+    monkeypatch.setattr(device, "name", lambda: "some-gpu")
     monkeypatch.setattr(check, "capability", lambda: 90)
     monkeypatch.delenv("THUNDERKITTENS_ROOT", raising=False)
     monkeypatch.setattr(gpu_mutants, "judge", lambda *mutant: pytest.fail("judged"))

@@ -6,9 +6,11 @@ from collections import Counter
 from lessonkit import __main__
 from lessonkit.base import words
 from lessonkit.base.files import ROOT
+from lessonkit.commands import show
 from lessonkit.exercise import progress, source
 from lessonkit.lesson import discover, names
-from lessonkit.pages import guides, path_pages, paths
+from lessonkit.measure import stale
+from lessonkit.pages import guides, path_pages, paths, report
 
 import pytest
 import typer
@@ -97,7 +99,7 @@ def test_commands_exist(command):
     if name == "exercise":
         assert all(source.find(word) or list(ROOT.glob(f"{word}_*/README.md")) for word in words)
     if name == "diff":
-        with __main__.show.console.capture() as printed:
+        with show.console.capture() as printed:
             done = CliRunner().invoke(__main__.app, command.split())
         assert done.exit_code == 0, done.exception
         assert re.search(r"^\+", printed.get(), re.MULTILINE)
@@ -187,10 +189,10 @@ def test_a_part_with_too_much_or_too_little_is_a_warning(tmp_path, monkeypatch):
         "paths/x.toml: 'empty' takes 0.5 hours, expected 1 to 2: move 0.5 hours or more here from 'full', the fullest",
     ]
     monkeypatch.setattr(paths, "routes", lambda: [route])
-    monkeypatch.setattr(__main__.report, "write", list)
-    monkeypatch.setattr(__main__.stale, "old", list)
+    monkeypatch.setattr(report, "write", list)
+    monkeypatch.setattr(stale, "old", list)
     for typed in (["path"], ["path", "x"], ["report"]):
-        with __main__.show.console.capture() as printed:
+        with show.console.capture() as printed:
             done = CliRunner().invoke(__main__.app, typed)
         assert done.exit_code == 0, done.exception
         assert " ".join((printed.get() + done.output).split()).count("warning: paths/x.toml: ") == 2
@@ -221,7 +223,7 @@ def test_path_command_ticks_what_has_passed(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
 
     def run(*words):
-        with __main__.show.console.capture() as printed:
+        with show.console.capture() as printed:
             done = CliRunner().invoke(__main__.app, ["path", *words])
         return done.exit_code, printed.get() + done.output
 

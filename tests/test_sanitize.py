@@ -297,8 +297,8 @@ def gpu(monkeypatch, tmp_path):
         return 0, said[tool] if "every rung ran" in said[tool] else f"every rung ran\n{said[tool]}", ""
 
     monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
-    monkeypatch.setattr(main.device, "HAS_GPU", True)
-    monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "name", lambda: "some-gpu")
     monkeypatch.setattr(sanitize.toolchain, "find_tool", lambda tool: f"/bin/{tool}")
     monkeypatch.setattr(sanitize.process, "output", output)
     monkeypatch.setattr(sanitize.rows, "machine", lambda: {"gpu": "some-gpu"})

@@ -12,7 +12,7 @@ from lessonkit.commands import course_run, evidence, exercises, running, show
 from lessonkit.exercise import progress
 from lessonkit.judge import verify
 from lessonkit.lesson import discover
-from lessonkit.pages import shares
+from lessonkit.pages import report, shares
 
 import pytest
 import torch
@@ -49,9 +49,9 @@ def terminal(request, tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
     monkeypatch.setattr(course_run, "FILE", tmp_path / "run.json")
     monkeypatch.setattr(show.console, "_width", WIDTH)
-    monkeypatch.setattr(cli.report, "write", list)
-    monkeypatch.setattr(cli.report, "save_compiled", lambda name: [])
-    monkeypatch.setattr(cli.report, "save_emulated", lambda name, lines: [])
+    monkeypatch.setattr(report, "write", list)
+    monkeypatch.setattr(report, "save_compiled", lambda name: [])
+    monkeypatch.setattr(report, "save_emulated", lambda name, lines: [])
     cells = []
     table = show.table
 

@@ -7,7 +7,7 @@ import tomllib
 from types import SimpleNamespace
 
 from lessonkit import __main__ as command_line
-from lessonkit.base import eviction
+from lessonkit.base import device, eviction
 from lessonkit.base.files import ROOT
 from lessonkit.base.tables import read_csv
 from lessonkit.commands import versions
@@ -213,7 +213,7 @@ def test_the_command_line_knows_its_pairs_and_targets():
 
 def test_without_a_compiler_nothing_is_tried(monkeypatch):
     """On macOS and Windows a row would count each kernel as a failure."""
-    monkeypatch.setattr(command_line.device, "HAS_COMPILER", False)
+    monkeypatch.setattr(device, "HAS_COMPILER", False)
     monkeypatch.setattr(versions, "tried", lambda *asked: pytest.fail("asked of a compiler that is not there"))
     ended = CliRunner().invoke(command_line.app, ["versions", LESSON])
     assert ended.exit_code == 1

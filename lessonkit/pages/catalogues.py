@@ -41,7 +41,7 @@ SKIPPED = ("emulator",)  # for those who write it, not for those who learn
 # Calls that take messages -> which of their arguments these are.
 MARKS = {said: (0,), later: (0,), translated: (0,), say: (0,), caption: (1,), picture: (0, 1)}
 PLACES = {mark.__name__: places for mark, places in MARKS.items()}
-PANELS = ("learn", "measure", "write")  # `@learn()` in lessonkit/__main__.py makes a function a command
+PANELS = ("learn", "measure", "write")  # `@learn()` in lessonkit/command_line makes a function a command
 BEFORE = "before: "  # the English that a draft translates, in a comment: Babel reads no `#| msgid`
 Found = dict[str, str]  # message -> the file that has it first
 

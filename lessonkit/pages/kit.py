@@ -20,7 +20,8 @@ GROUPS = (
     ("measure",),
     ("pages",),
     ("web",),
-    ("commands", "__main__"),
+    ("commands",),
+    ("command_line", "__main__"),
 )
 LINES = {
     "en": ("room", "lines of code, to the nearest thousand"),

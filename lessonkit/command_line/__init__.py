@@ -1,0 +1,1 @@
+"""The commands of `python -m lessonkit`, each with its words, arguments and exit code."""
