@@ -32,7 +32,7 @@ A tile whose steps have two owners costs a trip of fp32 sums through L2.
 The constants are fits to the times of all plans at 76 shapes on an H200. Then 37 other shapes were chosen at random.
 There the chosen plan was 1.5% slower than the best of the eight in the mean, and 28% at worst (8664 x 552 x 1872). It
 was 3% faster in the mean than the better of two tiles by waves alone. The constants of pairs are fits to the times of
-all plans at 66 more shapes. There the choice is 0.7% slower than the best plan in the mean, 5.6% at worst, and 6%
+all plans at 68 more shapes. There the choice is 0.7% slower than the best plan in the mean, 5.6% at worst, and 7%
 faster than the choice without pairs. So the model ranks plans; it does not predict a kernel's time.
 """
 
