@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
+from lessonkit.base.words import heads, later
 
 KIT = ROOT / "lessonkit"
 CODE = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".js")
@@ -22,10 +23,7 @@ GROUPS = (
     ("web",),
     ("commands", "__main__"),
 )
-LINES = {
-    "en": ("room", "lines of code, to the nearest thousand"),
-    "zh": ("部分", "代码行数，取整到千行"),
-}
+LINES = later("room | lines of code, to the nearest thousand")
 
 
 def lines(language: str) -> str:
@@ -36,7 +34,7 @@ def lines(language: str) -> str:
         files = (path for path in (ROOT / room).rglob("*") if path.suffix in CODE)
         count = sum(len(path.read_text().splitlines()) for path in files)
         body.append([f"`{room}/`", f"{round(count, -3):,}" if count >= 1000 else "< 1,000"])
-    return markdown(LINES[language], body)
+    return markdown(heads(LINES, language), body)
 
 
 def modules() -> str:
