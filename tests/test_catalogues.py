@@ -85,6 +85,8 @@ print(f"  loss {losses[0]:.2f} -> {losses[-1]:.4f}")
 print(f"  loss {start:.2f} -> {losses[0]:.2f} (epoch 1) -> {len(done)}, {'no test' if x else reached}")
 print("  left out", file=sys.stderr) if x else print(f"  z = {z}")
 print("a set {of} braces")
+lines = [f"  {name} is absent: {why}"]
+raise Unsupported("no GPU")
 """
 
 
@@ -94,21 +96,27 @@ def test_what_a_step_prints_is_read_from_its_source():
         "loss {start} -> {losses} (epoch 1) -> {done}, {reached}",
         "no test",
         "left out",
+        "{name} is absent: {why}",
+        "no GPU",
     ]
+    assert printed.templates(STEP.replace("print", "show")) == []
 
 
 def test_what_a_step_prints_is_said_in_the_readers_language(tmp_path, monkeypatch, capsys):
     path = tmp_path / "lesson.py"
     path.write_text(STEP)
-    chinese = {"loss {losses} -> {losses2}": "甲 {losses} 乙 {losses2}", "no test": "丙"}
+    chinese = {"loss {losses} -> {losses2}": "甲 {losses} 乙 {losses2}", "no test": "丙", "no GPU": "戊"}
+    chinese["{name} is absent: {why}"] = "{name} 己 {why}"
     chinese["loss {start} -> {losses} (epoch 1) -> {done}, {reached}"] = "丁 {reached}、{start}、{losses}、{done}"
     monkeypatch.setattr(words, "_catalogues", lambda language: iter([chinese]))
     english = ["  loss 2.31 -> 0.0006", "  loss 2.31 -> 1.94 (epoch 1) -> 8, no test", "  z = 1"]
-    for language, expected in (("en", english), ("zh", ["  甲 2.31 乙 0.0006", "  丁 丙、2.31、1.94、8", "  z = 1"])):
-        with words.speaking(language), printed.translated_lines(path):
+    english += ["  a is absent: Unsupported: no GPU\n  b is absent: x: y"]
+    told = ["  甲 2.31 乙 0.0006", "  丁 丙、2.31、1.94、8", "  z = 1", "  a 己 Unsupported: 戊\n  b 己 x: y"]
+    for language, expected in (("en", english), ("zh", told)):
+        with words.speaking(language), printed.retelling(printed.Reader(path)):
             for line in english:
                 print(line)
-        assert capsys.readouterr().out.splitlines() == expected
+        assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
 
 
 def test_each_line_that_a_step_prints_is_found_again():

@@ -16,14 +16,23 @@ from typing import Any
 
 from lessonkit.base.words import language, retold, said
 
+SAYING = ("print", "Missing", "Unsupported")  # calls whose first argument a reader sees
 LONGEST = 2000  # characters: a longer text is another program's output
 
 
 def templates(text: str) -> list[str]:
-    """The lines that a Python file prints, and the words that it chooses between inside of them; each once."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    printed = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print" and call.args]
-    found = [each for call in sorted(printed, key=lambda call: call.lineno) for each in _lines(call.args[0])]
+    """The lines that a Python file prints, why it leaves things out, and the words in these; each once.
+
+    An f-string that begins with two spaces is a line too, wherever it stands. Only lessons of steps print.
+    """
+    nodes = list(ast.walk(ast.parse(text)))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args]
+    called = {call: ast.unparse(call.func) for call in calls}
+    if not {"print", "Steps"} & set(called.values()):
+        return []
+    lines = [call.args[0] for call in calls if called[call] in SAYING]
+    lines += [node for node in nodes if isinstance(node, ast.JoinedStr) and ast.unparse(node)[2:4] == "  "]
+    found = [each for node in sorted(lines, key=lambda node: node.lineno) for each in _lines(node)]
     return [line for line in dict.fromkeys(found) if re.search(r"[A-Za-z]{3}", _literal(line))]  # others are data
 
 
@@ -74,32 +83,52 @@ def _names(node: ast.expr) -> Iterator[str]:
             yield inner.id.strip("_")
 
 
-class _Retelling:
-    """Standard output that says each text in a language. `print` writes a text at once."""
+class Reader:
+    """Says in the reader's language what a lesson's file prints.
 
-    def __init__(self, out: Any, lines: list[str], part: Callable[[str], str]) -> None:
-        self.out, self.lines, self.part = out, lines, part
+    part: what stands in a line for an expression, in that language.
+    """
+
+    def __init__(self, path: Path, part: Callable[[str], str] = said) -> None:
+        # The one with the most words first: "loss {a} -> {b}" would take "loss 2 -> 1 (epoch 3)" too.
+        lines = sorted(templates(path.read_text()), key=lambda line: -len(_literal(line)))
+        self.texts, self.lines = [each for each in lines if "\n" in each], [each for each in lines if "\n" not in each]
+        self.part = part
+
+    def told(self, text: str) -> str:
+        told = self._by(self.texts, text)
+        return told if told != text else "\n".join(self._by(self.lines, line) for line in text.split("\n"))
+
+    def _by(self, lines: list[str], text: str) -> str:
+        line = text.strip()
+        if not line or len(line) > LONGEST:
+            return text
+        return text.replace(line, retold(line, lines, language(), self._value), 1)
+
+    def _value(self, value: str, _: str) -> str:
+        """`Unsupported: why` by its end."""
+        kind, colon, why = value.partition(": ")
+        return told if (told := self.part(value)) != value else f"{kind}{colon}{said(why)}" if why else value
+
+
+class _Retelling:
+    """Standard output that says each text in the reader's language. `print` writes a text at once."""
+
+    def __init__(self, out: Any, told: Callable[[str], str]) -> None:
+        self.out, self.told = out, told
 
     def write(self, text: str) -> int:
-        line = text.strip()
-        if line and len(line) <= LONGEST:
-            text = text.replace(line, retold(line, self.lines, language(), lambda value, _: self.part(value)), 1)
-        return int(self.out.write(text))
+        return int(self.out.write(self.told(text)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.out, name)
 
 
 @contextmanager
-def translated_lines(path: Path, part: Callable[[str], str] = said) -> Iterator[None]:
-    """What a file prints here is said in the reader's language, as far as the catalogues have it.
-
-    part: says in the reader's language what stands in a line for an expression.
-    """
+def retelling(reader: Reader) -> Iterator[None]:
+    """What is printed here is said in the reader's language, as far as the catalogues have it."""
     if language() == "en":
         yield
         return
-    # The one with the most words first: "loss {a} -> {b}" would take "loss 2 -> 1 (epoch 3)" too.
-    lines = sorted(templates(path.read_text()), key=lambda line: -len(_literal(line)))
-    with redirect_stdout(_Retelling(sys.stdout, lines, part)):
+    with redirect_stdout(_Retelling(sys.stdout, reader.told)):
         yield
