@@ -5,11 +5,12 @@ import inspect
 import re
 
 from lessonkit import __main__
-from lessonkit.base import prose, words
+from lessonkit.base import printed, prose, words
 from lessonkit.base.cpp_text import tokens, without_comments
 from lessonkit.base.files import ROOT
 from lessonkit.commands import exercises, languages, show
 from lessonkit.judge import sentences
+from lessonkit.lesson import names
 from lessonkit.measure import rows, stale
 from lessonkit.pages import catalogues, report
 
@@ -62,6 +63,68 @@ def test_a_translation_keeps_code_numbers_and_links(name):
         if message.id and message.string and not message.fuzzy:
             found[message.id] = catalogues.faults(message.id, message.string)
     assert not (bad := {english: lost for english, lost in found.items() if lost}), bad
+
+
+# Files with Chinese words -> why these are no sentences of a catalogue. Marks such as 、 do not count.
+WITH_CHINESE = {
+    "lessonkit/base/words.py": "what the language calls itself",
+    "lessonkit/exercise/desk.py": "a pattern that finds the line number in an error",
+    "lessonkit/web/myst.py": "patterns that find the labels of a lesson's prose",
+    "lessonkit/web/places.py": "a pattern that finds a page's line about its other language",
+}
+
+
+def test_chinese_stands_in_the_catalogues_alone():
+    found = (path for path in sorted(ROOT.rglob("*.py")) if not {"tests", ".venv"} & set(path.relative_to(ROOT).parts))
+    with_chinese = {path.relative_to(ROOT).as_posix() for path in found if re.search(HAN, path.read_text())}
+    assert with_chinese == WITH_CHINESE.keys(), "said() or later() marks the English; `translate` asks for the Chinese"
+
+
+STEP = """
+print(f"  loss {losses[0]:.2f} -> {losses[-1]:.4f}")
+print(f"  loss {start:.2f} -> {losses[0]:.2f} (epoch 1) -> {len(done)}, {'no test' if x else reached}")
+print("  left out", file=sys.stderr) if x else print(f"  z = {z}")
+print("a set {of} braces")
+lines = [f"  {name} is absent: {why}"]
+raise Unsupported("no GPU")
+"""
+
+
+def test_what_a_step_prints_is_read_from_its_source():
+    assert printed.templates(STEP) == [
+        "loss {losses} -> {losses2}",
+        "loss {start} -> {losses} (epoch 1) -> {done}, {reached}",
+        "no test",
+        "left out",
+        "{name} is absent: {why}",
+        "no GPU",
+    ]
+    assert printed.templates(STEP.replace("print", "show")) == []
+
+
+def test_what_a_step_prints_is_said_in_the_readers_language(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "lesson.py"
+    path.write_text(STEP)
+    chinese = {"loss {losses} -> {losses2}": "甲 {losses} 乙 {losses2}", "no test": "丙", "no GPU": "戊"}
+    chinese["{name} is absent: {why}"] = "{name} 己 {why}"
+    chinese["loss {start} -> {losses} (epoch 1) -> {done}, {reached}"] = "丁 {reached}、{start}、{losses}、{done}"
+    monkeypatch.setattr(words, "_catalogues", lambda language: iter([chinese]))
+    english = ["  loss 2.31 -> 0.0006", "  loss 2.31 -> 1.94 (epoch 1) -> 8, no test", "  z = 1"]
+    english += ["  a is absent: Unsupported: no GPU\n  b is absent: x: y"]
+    told = ["  甲 2.31 乙 0.0006", "  丁 丙、2.31、1.94、8", "  z = 1", "  a 己 Unsupported: 戊\n  b 己 x: y"]
+    for language, expected in (("en", english), ("zh", told)):
+        with words.speaking(language), printed.retelling(printed.Reader(path)):
+            for line in english:
+                print(line)
+        assert capsys.readouterr().out == "".join(f"{line}\n" for line in expected)
+
+
+def test_each_line_that_a_step_prints_is_found_again():
+    for name in names():
+        lines = printed.templates((ROOT / f"{name.replace('.', '/')}.py").read_text())
+        for line in lines:
+            filled = re.sub(r"\{\w+\}", "0.5", line)
+            assert words.retold(filled, [line], "zh") == re.sub(r"\{\w+\}", "0.5", words.translated(line, "zh"))
 
 
 # An English term -> its forms in Chinese: one word, beside it the glossary's heading or the name that code has.

@@ -592,7 +592,7 @@ def test_the_summary_counts_what_can_be_judged(timings):
     assert s.worst == found[3]
 
 
-@pytest.mark.parametrize("language", shipped.HEADS)
+@pytest.mark.parametrize("language", words.NAMES)
 def test_the_readmes_table_is_made_from_the_rows(tmp_path, timings, monkeypatch, language):
     monkeypatch.setattr(rows, "REPORTS", tmp_path)
     folder = tmp_path / "some-gpu"
@@ -607,11 +607,12 @@ def test_the_readmes_table_is_made_from_the_rows(tmp_path, timings, monkeypatch,
     (line,) = (line for line in text.splitlines() if line.startswith("| `softmax`"))
     assert line.split(" | ")[1:5] == ["forward", "2", "1.00", "0.50"]
     assert of_one[1].key[2] in line
-    assert shipped.MARKED[language] not in text
+    marked = words.translated(shipped.MARKED, language).format(mark=operator_pages.MARK)
+    assert marked not in text
     found = operator_rows.read(folder / "operators.csv")
     old = [dataclasses.replace(row, fingerprint="0.0.0.0").sealed() for row in found]
     (folder / "operators.csv").write_text(operator_rows.as_csv(old))
-    assert shipped.MARKED[language] in shipped.from_rows(folder, language)
+    assert marked in shipped.from_rows(folder, language)
     gone = [dataclasses.replace(row, shape="M=1 N=1").sealed() for row in found]
     (folder / "operators.csv").write_text(operator_rows.as_csv(gone))
     assert shipped.from_rows(folder, language) == "", "shapes that are asked no longer"
@@ -692,7 +693,7 @@ def test_times_that_lie_far_apart_are_listed(page):
     assert line == f"| `softmax` | forward | {apart.shape} bfloat16 | 0.4 | 0.5 | 0.61 |"
 
 
-@pytest.mark.parametrize("language", shipped.HEADS)
+@pytest.mark.parametrize("language", words.NAMES)
 def test_a_worst_ratio_of_times_that_lie_far_apart_is_marked(page, tmp_path, language):
     first, second = of("softmax", "forward")[:2]
     page(fake(first, ratio=0.9, p80=0.9), fake(second, ratio=0.95))

@@ -352,7 +352,7 @@ def test_each_lesson_of_a_ladder_starts_over(lesson):
     assert over == ["", "2.00", "2.00"] * 2
 
 
-@pytest.mark.parametrize("language", operator_pages.HEADS)
+@pytest.mark.parametrize("language", words.NAMES)
 def test_readme_has_a_line_for_each_operator(language):
     lines = operator_pages.overview(language, Today(kernels())).splitlines()
     for folder in FOLDERS:

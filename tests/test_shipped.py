@@ -1,5 +1,6 @@
 """course_ops' README: its table has every operator, from rows of lessons whose kernels are shipped."""
 
+from lessonkit.base import words
 from lessonkit.lesson import kernels
 from lessonkit.measure.stale import Today
 from lessonkit.pages import guides, report, results, shipped
@@ -33,7 +34,7 @@ def test_rows_are_of_kernels_that_are_shipped(folder):
         assert {results.language(name) for name, _, _ in contest.lessons} <= set(shipped.LANGUAGES), contest.name
 
 
-@pytest.mark.parametrize("language", shipped.HEADS)
+@pytest.mark.parametrize("language", words.NAMES)
 def test_a_ratio_is_the_peers_time_over_ours(language):
     today = Today(kernels())
     text = "".join(shipped.from_lessons(folder, language, today) for folder in report.device_folders())

@@ -6,7 +6,7 @@ the language of `--lang`, which stands in COURSE_LANG, or of the system (LANG=zh
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from lessonkit.base.files import ROOT
 
 LANGUAGES = {"zh": "zh_CN"}  # as `--lang` has it -> as gettext names it
+NAMES = {"en": "English", "zh": "简体中文"}  # what each calls itself
 # A message that is in several rooms stands in the first of them.
 CATALOGUES = ("course", "kit", "day1", "day2", "day3", "day4", "day5", "cuda", "ops")
 
@@ -75,9 +76,14 @@ def sentences(*texts: str) -> str:
     return ("" if language() == "zh" else " ").join(filter(None, texts))
 
 
-def listed(items: Iterable[str], mark: str = ",") -> str:
-    """Items one after another; Chinese has marks of its own. mark: "," or ";"."""
-    return ({",": "、", ";": "；"}[mark] if language() == "zh" else f"{mark} ").join(items)
+def listed(items: Iterable[str], mark: str = ",", wanted: str = "") -> str:
+    """Items one after another; Chinese has marks of its own. mark: "," or ";"; wanted: the language, if not today's."""
+    return ({",": "、", ";": "；"}[mark] if (wanted or language()) == "zh" else f"{mark} ").join(items)
+
+
+def heads(english: str, wanted: str) -> list[str]:
+    """The heads of a table, which are one message: `later("lesson | hours")`. A head alone has several translations."""
+    return translated(english, wanted).split(" | ")
 
 
 def counted(number: int, one: str, many: str) -> str:
@@ -90,15 +96,16 @@ def later(english: str) -> str:
     return english
 
 
-def retold(text: str, templates: Iterable[str], language: str) -> str:
+def retold(text: str, templates: Iterable[str], language: str, part: Callable[[str, str], str] = translated) -> str:
     """A stored English text in another language, by the template that made it: `later("it refuses: {error}")`.
 
     What stands for a name in braces is translated too, if a catalogue has it. A text of no template stays as it is.
+    part: what says it instead, in the language.
     """
     for template in templates:
         pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template))
-        if found := re.fullmatch(pattern, text):
-            named = {name: translated(value, language) for name, value in found.groupdict().items()}
+        if found := re.fullmatch(pattern, text, re.DOTALL):
+            named = {name: part(value, language) for name, value in found.groupdict().items()}
             return translated(template, language).format(**named)
     return translated(text, language)
 

@@ -12,6 +12,7 @@ from typing import Any
 from lessonkit.base import chips, device
 from lessonkit.base.errors import Misdeclared, Missing, Unsupported
 from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.printed import Reader, retelling
 from lessonkit.base.prose import atoms, breaks, normal, wrapped
 from lessonkit.base.prose import columns as columns_of
 from lessonkit.base.words import language, later, listed, said
@@ -396,13 +397,15 @@ def counted_by_ncu(names: list[str]) -> bool:
 def steps(name: str, lesson: Steps) -> None:
     """Run a lesson of steps; a failed assertion ends it with a traceback and exit code 1."""
     _rule(name, said("tensors on {device}").format(device=device.DEVICE))
+    reader = Reader(ROOT / f"{name.replace('.', '/')}.py", lambda part: said(told(part)))
     for step in lesson.steps:
         claim = normal((step.__doc__ or step.__name__).strip().partition("\n\n")[0])
-        console.print(f"\n{step.__name__}: {said(claim)}", style="bold", highlight=False)
+        console.print(f"\n{step.__name__}: {stored_words.told(said(claim))}", style="bold", highlight=False)
         try:
-            measured = step()
+            with retelling(reader):
+                measured = step()
         except (Missing, Unsupported) as why:  # here, for want of a package or a compiler
-            console.print(f"  {said('left out')}: {told(str(why))}", highlight=False)
+            console.print(f"  {said('left out')}: {told(reader.told(str(why)))}", highlight=False)
             continue
         if measured is not None and measured.rows:
             _step_table(measured.name, measured.rows)
@@ -423,8 +426,8 @@ def _step_table(name: str, rows: Sequence[dict[str, Any]], where: str = "") -> N
 def from_a_gpu(lesson: str, name: str) -> None:
     """Print a step's table as a GPU measured it, on a machine that has none."""
     if found := report.committed(lesson, name):
-        heading = said("{name}, as committed from a GPU (none here)").format(name=name)
+        heading = said("{name}, as committed from a GPU (none here)").format(name=stored_words.told(name))
         _step_table(heading, found)
     else:
         words = said("checked in the interpreter; no GPU here, and no figures of one are committed yet for {name}")
-        print(f"  {words.format(name=repr(name))}")
+        print(f"  {words.format(name=repr(stored_words.told(name)))}")

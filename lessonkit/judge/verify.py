@@ -21,6 +21,7 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import REPORTS, ROOT, WHOLE_COURSE
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import read_csv
+from lessonkit.base.words import heads, later
 from lessonkit.cuda import sass
 from lessonkit.judge import apart, check, counters, mutants
 from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, shape_name, suits
@@ -29,6 +30,7 @@ from lessonkit.modes import compiled
 import torch
 
 PUSH, NIGHT = "push", "night"
+TIERS = later("question | each push | each night also")
 PASSES_APART = 0.06  # of `passes`: so far from it the bytes that are counted may be
 PLACEHOLDERS = (  # what `new` leaves to be written
     "the idea in the field's words",
@@ -507,9 +509,10 @@ def step(name: str, lesson: Steps, step: Callable[[], Any]) -> None:
 def tiers(language: str) -> str:
     """A table: how many questions of each kind are asked in which tier."""
     asked = Counter((question.kind, question.tier) for question in every_question())
-    header = {"en": ["question", "each push", "each night also"], "zh": ["问题", "每次推送", "每晚另加"]}[language]
     kinds = dict.fromkeys(kind for kind, _ in asked)
-    return markdown(header, ([f"`{kind}`", asked[kind, PUSH] or "", asked[kind, NIGHT] or ""] for kind in kinds))
+    return markdown(
+        heads(TIERS, language), ([f"`{kind}`", asked[kind, PUSH] or "", asked[kind, NIGHT] or ""] for kind in kinds)
+    )
 
 
 def every_question() -> list[Question]:

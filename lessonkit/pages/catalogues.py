@@ -14,7 +14,7 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 
-from lessonkit.base import prose
+from lessonkit.base import printed, prose
 from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, later, missing, said, translated
 from lessonkit.exercise import quiz
@@ -69,8 +69,11 @@ def today() -> dict[str, Found]:
 
 def _room(room: str) -> Callable[[], Iterator[tuple[str, Path]]]:
     def found() -> Iterator[tuple[str, Path]]:
+        lessons = {ROOT / f"{name.replace('.', '/')}.py" for name in names()}
         for path in sources(room):
             yield from ((message, path) for message in messages(path))
+            if path in lessons:
+                yield from ((line, path) for line in printed.templates(path.read_text()))
         if test := quiz.files().get(room):
             yield from ((message, test) for message in quiz.messages(test))
 

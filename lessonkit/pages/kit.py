@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
+from lessonkit.base.words import heads, later
 
 KIT = ROOT / "lessonkit"
 CODE = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".js")
@@ -23,10 +24,7 @@ GROUPS = (
     ("commands",),
     ("command_line", "__main__"),
 )
-LINES = {
-    "en": ("room", "lines of code, to the nearest thousand"),
-    "zh": ("部分", "代码行数，取整到千行"),
-}
+LINES = later("room | lines of code, to the nearest thousand")
 
 
 def lines(language: str) -> str:
@@ -37,7 +35,7 @@ def lines(language: str) -> str:
         files = (path for path in (ROOT / room).rglob("*") if path.suffix in CODE)
         count = sum(len(path.read_text().splitlines()) for path in files)
         body.append([f"`{room}/`", f"{round(count, -3):,}" if count >= 1000 else "< 1,000"])
-    return markdown(LINES[language], body)
+    return markdown(heads(LINES, language), body)
 
 
 def modules() -> str:

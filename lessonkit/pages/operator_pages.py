@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, said, sentences, translated
+from lessonkit.base.words import heads, later, said, sentences, translated
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure import operator_rows, yardstick
 from lessonkit.measure.rows import ELSEWHERE, Row
@@ -57,22 +57,16 @@ PEERS = later("Its peers, in {unit}")
 LADDER = later("The whole ladder at {shape}, {dtype}")
 EVERY = later("Every rung at every shape")
 UNIT = later("In {unit}.")
-HEADS = {
-    "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over it, all shapes of that lesson",
-           "course_ops over its best peer"],
-    "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "该课各形状相对最快的对手",
-           "course_ops 相对其最快对手"],
-}  # fmt: skip
-MEASURED = {
-    "en": "Measured with {}. Other versions are compiled and checked without a GPU, and not timed.",
-    "zh": "测量所用版本：{}。其他版本只在没有 GPU 的情况下编译和检查，没有计时。",
-}
-RANGE = {"en": "{} to {} ({} shapes)", "zh": "{} 到 {}（{} 个形状）"}
-RANGE_OF = {"en": "{} to {} ({} of {} shapes)", "zh": "{} 到 {}（{} 个形状，共 {} 个）"}
-MARKED = {
-    "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed; the operator's page says it.",
-    "zh": f"{MARK} 这一行的代码、输入或对手在测量之后改过；该算子的页面说明是哪些。",
-}
+HEADS = later(
+    "operator | shape | fastest rung | rate | best peer | over it | over it, all shapes of that lesson | "
+    "course_ops over its best peer"
+)
+MEASURED = later("Measured with {versions}. Other versions are compiled and checked without a GPU, and not timed.")
+RANGE = later("{least} to {most} ({count} shapes)")
+RANGE_OF = later("{least} to {most} ({count} of {all} shapes)")
+MARKED = later(
+    "{mark} Measured before the code, the inputs or a peer of that line changed; the operator's page says it."
+)
 
 
 @dataclass(frozen=True)
@@ -368,13 +362,14 @@ def overview(language: str, today: Today) -> str:
             every = best.ratio
             if len(ratios) > 1:
                 words = RANGE if len(ratios) == len(contested) else RANGE_OF
-                ends = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-                every = words[language].format(*ends, len(ratios), len(contested))
+                every = translated(words, language).format(
+                    least=f"{min(ratios):.2f}", most=f"{max(ratios):.2f}", count=len(ratios), all=len(contested)
+                )
             reached = ladder.shipped(best, ships)
             body.append([*line, every, f"{reached:.2f}" if reached else ""])
         if body:
-            marked = f"\n{MARKED[language]}\n" * any(MARK in line[0] for line in body)
-            measured = MEASURED[language].format("; ".join(sorted(used)))
-            table = markdown(HEADS[language], body)
+            marked = f"\n{translated(MARKED, language).format(mark=MARK)}\n" * any(MARK in line[0] for line in body)
+            measured = translated(MEASURED, language).format(versions="; ".join(sorted(used)))
+            table = markdown(heads(HEADS, language), body)
             parts.append(f"### {folder.name}\n\n{measured}\n\n{table}{footnotes(table, language)}{marked}")
     return "\n".join(parts) or "No GPU has been measured yet.\n"

@@ -4,10 +4,11 @@ The README of course_ops has a line an operator (`brief`), its GUIDE a line for 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, translated
+from lessonkit.base.words import heads, later, listed, translated
 from lessonkit.lesson import kernels
 from lessonkit.measure import operator_rows
 from lessonkit.measure.operator_rows import Summary
@@ -33,76 +34,36 @@ SHIPPED = {
     "scan": ("scan",),
 }
 LANGUAGES = ("Triton", "Gluon")  # what course_ops' kernels are written in
-HEADS = {
-    "en": ["course_ops.", "operator", "shape", "ms", "best peer", "its ms", "ratio"],
-    "zh": ["course_ops.", "算子", "形状", "ms", "最快的对手", "对手的 ms", "比值"],
-}
-MARKED = {
-    "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed.",
-    "zh": f"{MARK} 测量之后，这一行的代码、输入或对手改过。",
-}
-FROM_LESSONS = {
-    "en": """\
+HEADS = later("course_ops. | operator | shape | ms | best peer | its ms | ratio")
+MARKED = later("{mark} Measured before the code, the inputs or a peer of that line changed.")
+FROM_LESSONS = later("""\
 Rows of the lessons at large shapes: the fastest rung there, whose kernel is in this package, beside the fastest peer
 that was timed in the same rounds. Above a ratio of 1 ours is faster. The host's time of a call is not in the rows: it
 is hidden behind a kernel that takes longer, and shows at small shapes (day 1, lesson 8 measures it).
-""",
-    "zh": """\
-下表取自各课在大形状上的实测行：该形状下最快的一级（它的 kernel 就在本包里），以及同一轮中测得的最快的对手。
-比值大于 1 表示我们更快。每次调用的主机开销不计入表中：kernel 耗时更长时它被隐藏，形状小时才显现
-（第 1 天第 8 课测的就是它）。
-""",
-}
-FROM_ROWS = {
-    "en": """\
+""")
+FROM_ROWS = later("""\
 [operators.csv](../reports/{device}/operators.csv) has each operator, timed in the same rounds as its peers. The
 shapes are sizes of published models, sizes that hurt, and random ones that change with each release. A ratio is
 the fastest peer's time over ours: above 1 ours is faster. Shapes under 20 microseconds have rows and are not judged
 here. The host's time of a call is not in the rows: it is hidden behind a kernel that takes longer.
-""",
-    "zh": """\
-[operators.csv](../reports/{device}/operators.csv) 中，每个算子都在已发布模型的尺寸、棘手的尺寸、
-以及每次发布都会更换的随机尺寸上，与对手在同一轮次里计时。比值是最快对手的时间除以我们的时间：大于 1 表示我们更快。
-短于 20 微秒的形状有记录，但不在这里评判。记录不含主机一侧的调用时间：它藏在耗时更长的 kernel 后面。
-""",
-}
-MORE = {
-    "en": "[Seconds of a first call, and peak memory](../reports/{device}/operators.md).",
-    "zh": "[首次调用的秒数和峰值显存](../reports/{device}/operators.md)。",
-}
-UNSTEADY = {
-    "en": f"{APART} The times at this shape lie far apart, which a ratio of medians does not show: "
-    "[the times](../reports/{device}/operators.md).",
-    "zh": f"{APART} 这个形状的各次耗时相差很大，而中位数之比看不出这一点："
-    "[各次耗时](../reports/{device}/operators.md)。",
-}
-NO_RATIO = {
-    "en": f"{UNJUDGED} No ratio at so many shapes: no peer takes the shape, or one was not installed, or the operator "
-    "failed. The columns `absent` and `error` of operators.csv say which.",
-    "zh": f"{UNJUDGED} 这么多个形状没有比值：没有对手支持该形状，或有对手未安装，或算子本身出错。operators.csv 的 "
-    "`absent` 和 `error` 两列说明是哪一种。",
-}
-FURTHER = {
-    "en": "Not among the peers of this table: {}. Rungs of lessons were timed beside it, and the operator's page in "
-    "[reports](../reports/README.md) holds the fastest rung against it.",
-    "zh": "本表的对手中没有 {}。课程里有几级与它一起计过时；[reports](../reports/README.md) 中该算子的页面"
-    "给出最快的一级相对它的比值。",
-}
-FURTHER_PEER = {"en": ("{} (`{}`)", ", "), "zh": ("{}（`{}`）", "、")}
-HEADS_OF_ROWS = {
-    "en": [
-        "course_ops.",
-        "direction",
-        "shapes",
-        "mean ratio",
-        "worst",
-        "at",
-        "its best peer",
-        "under 0.97",
-        "no ratio",
-    ],
-    "zh": ["course_ops.", "方向", "形状数", "平均比值", "最差", "形状", "那里最快的对手", "低于 0.97", "没有比值"],
-}
+""")
+MORE = later("[Seconds of a first call, and peak memory](../reports/{device}/operators.md).")
+UNSTEADY = later(
+    "{mark} The times at this shape lie far apart, which a ratio of medians does not show: "
+    "[the times](../reports/{device}/operators.md)."
+)
+NO_RATIO = later(
+    "{mark} No ratio at so many shapes: no peer takes the shape, or one was not installed, or the operator failed. The "
+    "columns `absent` and `error` of operators.csv say which."
+)
+FURTHER = later(
+    "Not among the peers of this table: {peers}. Rungs of lessons were timed beside it, and the operator's page in "
+    "[reports](../reports/README.md) holds the fastest rung against it."
+)
+FURTHER_PEER = later("{peer} (`{operator}`)")
+HEADS_OF_ROWS = later(
+    "course_ops. | direction | shapes | mean ratio | worst | at | its best peer | under 0.97 | no ratio"
+)
 BRIEF = later(
     "{device}: the fastest peer's time over ours, so above 1 ours is faster. A cell has the geometric mean over the "
     "shapes, and the worst shape in brackets. [Every ratio](GUIDE.md) says which shape and which peer that "
@@ -175,17 +136,18 @@ def from_rows(folder: Path, language: str) -> str:
         body.append([*line, f"{s.failed} {UNJUDGED}" if s.failed else ""])
     if not body:
         return ""
-    table = markdown(HEADS_OF_ROWS[language], body)
-    peer_of, between = FURTHER_PEER[language]
-    further = between.join(peer_of.format(peer, operator) for operator, peer in further_peers())
+    table = markdown(heads(HEADS_OF_ROWS, language), body)
+    tell = partial(translated, language=language)
+    named = (tell(FURTHER_PEER).format(peer=peer, operator=operator) for operator, peer in further_peers())
+    further = listed(named, wanted=language)
     notes = [
-        MORE[language].format(device=folder.name),
-        *[FURTHER[language].format(further)] * bool(further),
-        *[NO_RATIO[language]] * (UNJUDGED in table),
-        *[UNSTEADY[language].format(device=folder.name)] * (APART in table),
-        *[MARKED[language]] * (MARK in table),
+        tell(MORE).format(device=folder.name),
+        *[tell(FURTHER).format(peers=further)] * bool(further),
+        *[tell(NO_RATIO).format(mark=UNJUDGED)] * (UNJUDGED in table),
+        *[tell(UNSTEADY).format(mark=APART, device=folder.name)] * (APART in table),
+        *[tell(MARKED).format(mark=MARK)] * (MARK in table),
     ]
-    return "\n".join([FROM_ROWS[language].format(device=folder.name), table, *(f"{note}\n" for note in notes)])
+    return "\n".join([tell(FROM_ROWS).format(device=folder.name), table, *(f"{note}\n" for note in notes)])
 
 
 def worst(s: Summary) -> list[str]:
@@ -228,6 +190,6 @@ def from_lessons(folder: Path, language: str, today: Today) -> str:
             body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", operator_pages.ratio(best, peer)])
     if not body:
         return ""
-    marked = f"\n{MARKED[language]}\n" * any(line[3].endswith(MARK) for line in body)
-    table = markdown(HEADS[language], body)
-    return FROM_LESSONS[language] + "\n" + table + operator_pages.footnotes(table, language) + marked
+    marked = f"\n{translated(MARKED, language).format(mark=MARK)}\n" * any(line[3].endswith(MARK) for line in body)
+    table = markdown(heads(HEADS, language), body)
+    return translated(FROM_LESSONS, language) + "\n" + table + operator_pages.footnotes(table, language) + marked

@@ -9,6 +9,15 @@ import re
 from lessonkit.base.words import language, later, retold
 
 NAMES = (  # names of tables
+    later("a step"),
+    later("agreement"),
+    later("batch-size"),
+    later("clocks"),
+    later("operators"),
+    later("plans"),
+    later("saved-for-backward"),
+    later("streams"),
+    later("what each can see"),
     later("architectures"),
     later("choices"),
     later("coalescing"),
@@ -147,6 +156,27 @@ HEADS = (  # heads of columns
     later("median ratio"),
     later("ms a step"),
     later("of roof"),
+    later("% of cuBLAS"),
+    later("after s"),
+    later("batch"),
+    later("columns of V's tile"),
+    later("config"),
+    later("pass"),
+    later("peak KB"),
+    later("predicted us"),
+    later("rank"),
+    later("read, never set"),
+    later("MMA cycles"),
+    later("chosen"),
+    later("compute-sanitizer, by its documentation"),
+    later("copy cycles"),
+    later("rows a million multiply-adds"),
+    later("shifted"),
+    later("tiles"),
+    later("Triton, by its source"),
+    later("waves"),
+    later("without a GPU"),
+    later("the compiler"),
     later("of this statement"),
     later("on the busiest SM"),
     later("one message"),
@@ -294,6 +324,7 @@ CELLS = (  # cells
     later("the kernel module's version; it fixes the newest CUDA that can run"),
     later("the model; H100 and H200 have the same cores, the H200 more and faster memory"),
     later("the same in a CUDA graph"),
+    later("all keys"),
     later("tuning, roofline, comparison"),
     later("two cards of one model with different limits are different machines"),
     later("weights, activations and every temporary have to fit"),
@@ -304,8 +335,29 @@ WORDS = (  # cells of one word that are no names; a reader of another language s
     later("all"),
     later("row-major"),
     later("transposed"),
+    later("gradients"),
+    later("outputs"),
 )
-NOTES = (  # notes
+NOTES = (  # notes, and claims that a step makes
+    later("D = {D}, {keys}: {kind} within the budget, then timed in turns."),
+    later("bf16, 16384 tokens, {heads} heads of {D}. Peak: beyond the inputs, forward and backward."),
+    later("bf16, 16384 tokens, {heads} heads of {D}. Peak: beyond the inputs, forward."),
+    later(
+        "Beyond Q, K, V; {heads} heads of D = {D}, batch 1, {dtype}. Each line is a power of S: its slope is the "
+        "exponent."
+    ),
+    later("For an H200, from the compiled code alone: the best, middle and worst."),
+    later(
+        "No GPU: the CPU's time in operators; ours are interpreted, so it is Python's. In all {before} calls before, "
+        "{after} after."
+    ),
+    later("The four plans of the fewest estimated cycles, on {sms} SMs."),
+    later(
+        "Times of a CPU, where a small operator costs what calling it costs. Matmuls have {flops}% of the FLOPs and "
+        "{time}% of the time. MB: each tensor once. What waits for memory, whose roof comes from MB, gains from fusion "
+        "and from smaller dtypes: lesson 18."
+    ),
+    later("fp32, of sqrt(K)."),
     later(
         "A model without error would have the same cycles a ns in each row: the clock's. Here the median is {median}, "
         "and eight rows of ten lie between {least} and {most}. Below the median a kernel was slower than estimated, "

@@ -27,11 +27,12 @@ CONSTRAINED = later("the machine's pip is constrained to {bound}")
 NO_WHEEL = later("pip finds no wheel of it for this machine")
 SILENT = later("pip says nothing")
 UNTRIED = (NO_ROOM, CONSTRAINED, NO_WHEEL, SILENT)
-FEWER = {
-    "en": "- Where a column has several totals, the lower ones were tried before checks or kernels were added, or that "
-    "Triton lacks what some of them need.",
-    "zh": "- 同一列的总数不同时，较小的是在增加检查或 kernel 之前试的，或者该版本的 Triton 缺少其中一些所需的功能。",
-}
+FEWER = later(
+    "- Where a column has several totals, the lower ones were tried before checks or kernels were added, or that "
+    "Triton lacks what some of them need."
+)
+EMPTY = later("- An empty cell was not tried.")
+LEFT_OUT = later("- torch {torch} with Triton {triton} was not tried: {why}.")
 CARDS = tuple(map(chips.first, TARGETS))  # the columns of floors
 RATES = {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}  # other dtypes are computed at the rate of bf16
 
@@ -161,21 +162,17 @@ def versions(language: str) -> str:
         if row is None:
             return ""
         total = int(row["passed"]) + int(row["failed"])
-        return f"{row['passed']} of {total}" if language == "en" else f"{row['passed']}/{total}"
+        return translated("{passed} of {total}", language).format(passed=row["passed"], total=total)
 
     pairs = dict.fromkeys(key[:2] for key in found)
-    checks = {INTERPRETED: {"en": "checks interpreted", "zh": "解释运行的检查"}[language]}
+    checks = {INTERPRETED: translated("checks interpreted", language)}
     titles = [checks.get(each) or chips.label(_target(each)) for each in columns]
     table = markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
-    said = {
-        "en": ("- An empty cell was not tried.", "- torch {torch} with Triton {triton} was not tried: {why}."),
-        "zh": ("- 空白表示没有试过。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
-    }[language]
-    lines = [said[0]] * (len(found) < len(pairs) * len(columns))
+    lines = [translated(EMPTY, language)] * (len(found) < len(pairs) * len(columns))
     totals = [{int(row["passed"]) + int(row["failed"]) for key, row in found.items() if key[2] == at} for at in columns]
-    lines += [FEWER[language]] * any(len(each) > 1 for each in totals)
+    lines += [translated(FEWER, language)] * any(len(each) > 1 for each in totals)
     left_out = [row | {"why": retold(row["why"], UNTRIED, language)} for row in rows if row["target"] == NOT_TRIED]
-    lines += [said[1].format(**row) for row in left_out]
+    lines += [translated(LEFT_OUT, language).format(**row) for row in left_out]
     return "\n".join([table, *lines, ""]) if lines else table
 
 

@@ -1,3 +1,5 @@
 """The web edition: a static book in each language, generated from lessons, rows, guides and catalogues."""
 
-LANGUAGES = {"en": "English", "zh": "简体中文"}
+from lessonkit.base.words import NAMES
+
+LANGUAGES = NAMES  # those of the book

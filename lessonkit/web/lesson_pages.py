@@ -116,7 +116,8 @@ class Page:
         said = translated("Rung {number}", self.language).format(number=number) + (
             f", {myst.escaped(more)}" if more else ""
         )
-        return f"## {said}" + (f"{'：' if self.language == 'zh' else ': '}`{name}`" if name else "")
+        named = translated("{name}: {text}", self.language).format(name=said, text=f"`{name}`")
+        return f"## {named if name else said}"
 
     def _code(self, text: str, path: Path, number: str) -> str:
         names = list(_defined(text, path.suffix))

@@ -236,12 +236,13 @@ def _sources_of(only: frozenset[str]) -> Path:
     return CACHE / "web" / choice
 
 
-_FRONT = """<!DOCTYPE html>
+_FRONT = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>GPU kernels in five days</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="en/_static/icon.svg">
 <script>location.replace((/^zh/.test(navigator.language) ? "zh" : "en") + "/index.html")</script></head>
 <body><main><h1>GPU kernels in five days</h1>
-<p><a href="en/index.html">English</a> · <a href="zh/index.html" lang="zh">简体中文</a></p></main></body></html>
+<p><a href="en/index.html">{LANGUAGES["en"]}</a> ·
+<a href="zh/index.html" lang="zh">{LANGUAGES["zh"]}</a></p></main></body></html>
 """
 
 
