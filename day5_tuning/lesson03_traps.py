@@ -327,9 +327,10 @@ def errors_arrive_late():
     return Table("late errors", table, "One kernel writes astray; who is blamed?")
 
 
-# The answers: a GPU reports the eighth by itself, and late. It reports the first and the seventh only if the wrong
-# address lies in no allocation. A CPU hides three. The interpreter's tl.dot is exact, which hides the fifth. It runs no
-# machine code, which hides the seventh. A launch there returns when its kernel has run, which hides the eighth.
+# The answers: a GPU reports the eighth by itself, and late. It reports the first only if the wrong address lies in no
+# allocation, and the seventh only if it lies outside shared memory. A CPU hides three. The interpreter's tl.dot is
+# exact, which hides the fifth. It runs no machine code, which hides the seventh. A launch there returns when its kernel
+# has run, which hides the eighth.
 LESSON = Steps(
     about=About(
         teaches="32-bit offsets, strides that empty_like keeps, allclose on tiny numbers, bf16 interpreted, TF32 "

@@ -1,6 +1,6 @@
 // Hopper's own instructions as small functions: barriers in shared memory, copies by TMA, matmuls of a
-// warpgroup on the tensor cores (wgmma), clusters, and setmaxnreg. Each names its section of the PTX ISA (9.x of
-// version 8.8 on).
+// warpgroup on the tensor cores (wgmma), clusters, and setmaxnreg. Each comment quotes the title of its section in the
+// PTX ISA (chapter 9).
 //
 // TMA and wgmma access memory through the "async proxy", threads through the "generic" one. Data that one writes and
 // the other reads need a fence (fence_async) as well as a barrier. An mbarrier counts two things, arrivals of threads
