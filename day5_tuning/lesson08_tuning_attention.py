@@ -38,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 FLASH = specimen("day4_replace_op.lesson04_flash_v2", "LESSON")
 tma_kernel = specimen("day4_replace_op.lesson04_flash_v2", "tma_kernel")
 LOG2E = math.log2(math.e)
-CLOCK = 1.65e9  # higher than a matmul's 1.5: tensor cores that wait take less power
+CLOCK = 1.65e9  # higher than a matmul's 1.5 GHz: tensor cores that wait take less power
 LATENCY, ENDS, LAUNCH = 1000, 3000, 2.0  # cycles, cycles of a program around its loop, microseconds
 NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 SWEPT = (
