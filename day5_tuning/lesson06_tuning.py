@@ -163,8 +163,8 @@ STEPS = (
     the_best_moves_with_size_and_gpu,
 )
 
-# The answers for an H200, in number of warps: at 1024 columns 1 is best for one row, and 16 for four rows are worst.
-# At 8192 columns 2 to 16 lie within 2%, and 32 are worst. At 32,768 columns 8 are best, and 32 are worst.
+# The answers for an H200, in number of warps: at 1024 columns 1 or 2 are best for one row, and 16 for four rows are
+# worst. At 8192 columns 2 to 16 lie within 2%, and 32 are worst. At 32,768 columns 8 are best, and 32 are worst.
 LESSON = Steps(
     STEPS,
     about=About(

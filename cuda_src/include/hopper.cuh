@@ -39,7 +39,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 
-// Arrive, and say how many bytes this phase waits for beside. Bytes may come in before this: the count goes below zero.
+// Arrive, and add to the bytes that this phase waits for. Bytes may arrive before this: then the count is below zero.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes)
                  : "memory");
