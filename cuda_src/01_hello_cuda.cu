@@ -1,5 +1,5 @@
-// Hello, CUDA: who am I, and which element is mine?
-// =================================================
+// Hello, CUDA: a thread's coordinates, and the element that it owns
+// =================================================================
 //
 // A kernel is one function that very many threads run at once. The launch says how many: kernel<<<grid, block>>>()
 // starts grid.x * grid.y * grid.z blocks of block.x * block.y * block.z threads. Every thread runs the same lines.
@@ -12,6 +12,9 @@
 //
 // This program prints a greeting from the device, and every thread writes its coordinates for the host to check. It
 // shows what happens to an invalid launch, and asks how many blocks an SM holds.
+//
+// You will be able to: compute a thread's index in one, two and three dimensions; read the error of a launch; say how
+// many blocks an SM holds.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o hello cuda_src/01_hello_cuda.cu
 // Run:      ./hello

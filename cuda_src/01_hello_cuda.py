@@ -1,5 +1,5 @@
-"""Hello, CUDA: who am I, and which element is mine?
-==================================================
+"""Hello, CUDA: a thread's coordinates, and the element that it owns
+=================================================================
 The kernels are in 01_hello_cuda.cu. Every thread writes its coordinates, in the place that its number gives it. Here
 PyTorch computes the same table in the other direction, from the number to the coordinates, and the two must agree.
 

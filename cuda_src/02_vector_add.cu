@@ -7,6 +7,9 @@
 // ms, while the 0.5 GB that it reads take 10 ms to arrive. So the GPU pays off for data that is there already or is
 // used often.
 //
+// You will be able to: copy data to a GPU and back; write a grid-stride loop; load 16 bytes at a time; compute the
+// bytes in flight.
+//
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o vector_add cuda_src/02_vector_add.cu
 // Run:      ./vector_add                                  (checks every version, then times them all)
 // No GPU:   python3 course.py run 02_vector_add           (the same kernels, emulated and checked against PyTorch)

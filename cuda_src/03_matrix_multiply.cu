@@ -16,6 +16,9 @@
 //
 // 06_matrix_multiply_registers goes on from there to the speed of cuBLAS.
 //
+// You will be able to: count the wavefronts that an FMA costs; write a matmul with tiles in shared memory; say why a
+// thread owns several elements.
+//
 // Sources: V. Volkov and J. Demmel, "Benchmarking GPUs to tune dense linear algebra", SC 2008 (registers over shared
 // memory); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022 (the ladder).
 //

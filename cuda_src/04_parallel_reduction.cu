@@ -11,6 +11,9 @@
 // The ladder down to v5 is M. Harris, "Optimizing Parallel Reduction in CUDA" (2007), with what has changed since:
 // warps no longer run in step (Volta's independent thread scheduling), and registers are read by shuffles (Kepler).
 //
+// You will be able to: write a tree reduction without divergence or bank conflicts; sum with warp shuffles; say what
+// each barrier is for.
+//
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o reduction cuda_src/04_parallel_reduction.cu
 // Run:      ./reduction                                  (checks every version, then times them all)
 // No GPU:   python3 course.py run 04_parallel_reduction  (the same kernels, emulated and checked against PyTorch)

@@ -25,6 +25,9 @@
 // remains for v9 and v10. Memory is far from a limit: 128 x 128 tiles read A and B 32 times each. At 4096 that is 4.3
 // GB in 2.7 ms, 1.6 TB/s, a fifth of the 8 TB/s that L2 gives (day 1, lesson 9).
 //
+// You will be able to: choose a register tile by its loads per FMA; avoid bank conflicts of 16-byte loads; hide loads
+// with cp.async.
+//
 // Sources: NVIDIA CUTLASS, "Efficient GEMM in CUDA" (the hierarchy of tiles); S. Gray, "SGEMM" in maxas (registers and
 // banks); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022.
 //

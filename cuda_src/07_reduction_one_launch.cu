@@ -5,6 +5,9 @@
 // reads 1 GiB, 0.26 ms at an H200's 4.2 TB/s. The sum of 2^20 floats reads 4 MiB, 1 us: there the launches decide, at
 // 2 to 3 us each. So v7 is about bytes in flight, and v8 to v10 are three ways to need one launch only.
 //
+// You will be able to: keep enough bytes in flight; reduce in one launch, with an atomic, a cooperative launch or a
+// ticket.
+//
 // Sources: CUDA programming guide, "Memory Fence Functions" (the last block's ticket) and "Grid Synchronization";
 // D. Merrill's CUB is the peer.
 //

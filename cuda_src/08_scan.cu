@@ -11,6 +11,9 @@
 //     Blelloch           2 n adds, 22 barriers       warp shuffles      10 n adds, 1 barrier, 32 words of shared memory
 //
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
+//
+// You will be able to: scan inside a block in three ways; count the additions, barriers and bank conflicts of each.
+//
 // Sources: Hillis and Steele, "Data parallel algorithms", 1986; Blelloch, "Prefix sums and their applications", 1990;
 // Harris, Sengupta and Owens, GPU Gems 3, chapter 39.
 //

@@ -11,6 +11,10 @@
 //
 // While tiles look back, memory is idle; 10_scan_ahead loads the next tile meanwhile. T is float, or unsigned for
 // int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
+//
+// You will be able to: write a scan that reads and writes each element once; let blocks wait for each other without a
+// deadlock.
+//
 // Source: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016, section 4.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/09_scan_one_pass.cu
@@ -84,8 +88,9 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 // - The tile's sum is published before the tile is scanned, because other tiles wait for it. The sum takes 5 shuffles
 //   of a warp, the scan 7 for each of 24 groups of four, 168. The warps scan while warp 0 looks back.
 //
-// - No ticket: tiles are blocks in order, and their loads start at once. A tile waits only for lower blocks, which
-// GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)
+// - No ticket: tiles are blocks in order, and their loads start at once. A tile waits only for lower blocks, which GPUs
+//   start first. CUDA does not promise that order; CUB relies on it too. A ticket from an atomicAdd would need no such
+//   promise, and would cost a round trip per tile.
 //
 // Predicted: two thirds of rung 2's time, plus what tiles wait while they hold registers and load nothing. Float sums
 // now depend on when predecessors publish. The last bits may differ from run to run, where rungs 1 and 2 repeat

@@ -9,6 +9,9 @@
 //     look_back_ahead   the next tile is loaded, and its sum published, before this one is finished
 //
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
+//
+// You will be able to: load the next tile during the work on this one; get the same bits in every run.
+//
 // Source of what they build on: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/10_scan_ahead.cu

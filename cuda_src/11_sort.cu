@@ -13,6 +13,9 @@
 //
 // 12_onesweep takes it to 4.5 and to whole sectors. Keys are uint32 with flip = 0, or int32 with flip = the sign bit:
 // inverted, it orders negative numbers before the others. Any n below 2^32.
+//
+// You will be able to: sort any number of keys; count an algorithm's passes over memory; rank the keys of a warp.
+//
 // Sources: Batcher, "Sorting networks and their applications", 1968; Satish, Harris and Garland, "Designing efficient
 // sorting algorithms for manycore GPUs", 2009; Merrill and Grimshaw, "High performance and scalable radix sorting
 // for GPU computing", 2011.

@@ -14,6 +14,10 @@
 // onesweep: 1.0 to 1.7 ms; for radix_ordered, with 12n instead of 9n, 1.3 to 2.3 ms. Keys are uint32 with flip = 0, or
 // int32 with flip = the sign bit. Any n below 2^32. From 2^30 - 1 on, counts outgrow the 30 bits that a look-back word
 // has for them: there onesweep calls radix_ordered.
+//
+// You will be able to: write a radix sort that reads the keys once per digit; say why keys are put in order before they
+// are written.
+//
 // Sources: Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix Sort for GPUs", 2022; Merrill and
 // Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //

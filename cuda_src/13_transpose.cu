@@ -9,6 +9,8 @@
 // for 4 bytes per lane, 16 for 16 bytes. The second is wavefronts per access to shared memory. A wavefront is one pass
 // over the 32 banks, 128 bytes, so 1 and 4 are perfect.
 //
+// You will be able to: count the sectors and wavefronts of an access; remove bank conflicts with padding or a swizzle.
+//
 // Sources: M. Harris, "An Efficient Matrix Transpose in CUDA C/C++" (2013); Ruetsch and Micikevicius, "Optimizing
 // Matrix Transpose in CUDA" (2009).
 //

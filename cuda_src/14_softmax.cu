@@ -5,6 +5,9 @@
 // and write MN. On an H200 (4.2 TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot take less than 0.064 ms. As the
 // formula stands it reads each row three times. Here that becomes two; 15_softmax_lengths makes it one.
 //
+// You will be able to: reduce a row in a block; merge pairs of maximum and sum; say what online softmax saves and what
+// it costs.
+//
 // Source of v3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o softmax cuda_src/14_softmax.cu

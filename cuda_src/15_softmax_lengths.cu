@@ -7,6 +7,9 @@
 // (2048 x 131072). Arithmetic is no limit: some 13 instructions per element, where 132 SMs can issue 27 in the time in
 // which memory moves one bf16 in and out.
 //
+// You will be able to: choose by a row's length where it stays on chip: in a few lanes, in a block, in a cluster of
+// blocks.
+//
 // Source of v6: CUDA C++ programming guide, "Thread block clusters" and "Distributed shared memory".
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o softmax cuda_src/15_softmax_lengths.cu

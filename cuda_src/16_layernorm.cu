@@ -7,6 +7,8 @@
 // Here that becomes two; 17_layernorm_lengths makes it one. The shorter formula, E[x^2] - E[x]^2, also reads twice and
 // loses all its digits where the mean is large beside the spread: it is not a rung.
 //
+// You will be able to: compute mean and variance in one pass without cancellation; merge the statistics of two parts.
+//
 // Sources of v3: Welford, "Note on a method for calculating corrected sums of squares and products", 1962; Chan, Golub
 // and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
 //

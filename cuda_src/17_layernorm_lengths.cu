@@ -6,6 +6,8 @@
 // row also needs w and b. These 2MN reads cause no HBM traffic: w and b stay in L2, and in L1 as far as they fit. At
 // 4.2 TB/s 4096 x 32768 in bf16 (537 MB in and out) cannot take less than 0.128 ms.
 //
+// You will be able to: keep a row on chip at any length; say what the reads of w and b cost.
+//
 // Sources: Ba, Kiros and Hinton, "Layer normalization", 2016; Chan, Golub and LeVeque 1979 (merging statistics); CUDA
 // C++ programming guide, "Thread block clusters", "Distributed shared memory".
 //

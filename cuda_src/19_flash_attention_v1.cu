@@ -14,9 +14,13 @@
 //     14 times fewer FLOP/s, and as many FLOPs to do. What it wins is memory, O(S) for O(S^2).
 //   - Flash attention on tensor cores (v4, v5) wins both: naive then spends its time on the S x S traffic.
 //
+// You will be able to: write flash attention with mma.sync; count its wavefronts and FLOPs; say where the scalar form
+// loses and what it saves.
+//
 // Sources: Dao et al. 2022, FlashAttention, algorithm 1. Its two loops are exchanged here. The paper keeps K and V and
 // visits Q, so O, m and l go to memory and back in each round. Here a block keeps Q and they stay in registers.
-// Milakov and Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, section 3 (the shares of warps).
+// Milakov and Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, section 3.3 (work partitioning between
+// warps).
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention cuda_src/19_flash_attention_v1.cu
 // Run:      ./flash_attention

@@ -20,7 +20,10 @@
 // This lesson takes two passes: deterministic, and both are the same kernel with the roles exchanged. The predicted
 // price is 10/14 of what the tensor cores could do, before any other loss.
 //
-// Sources: Dao et al. 2022, FlashAttention, appendix B.2, algorithm 4; Dao 2023, FlashAttention-2, section 3.1.2.
+// You will be able to: derive the five matmuls of the backward; choose between one pass with atomics and two passes
+// without.
+//
+// Sources: Dao et al. 2022, FlashAttention, appendix B.4, algorithm 4; Dao 2023, FlashAttention-2, section 3.1.2.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention_backward
 //           cuda_src/20_flash_attention_backward.cu

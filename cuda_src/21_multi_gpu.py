@@ -5,8 +5,8 @@ PyTorch on any machine. The kernels, steps and flags are the same, and only the 
 runs them across NVLink on a machine with 2 GPUs, beside copies between the GPUs and NCCL's all-reduce.
 
 Between two H200 a copy stays below the link's rate, because packets have headers. Loads are no slower than stores, so
-enough of them are in flight. For large n the ring with flags is ahead of NCCL. For small n the launches and the latency
-of each message decide, and NCCL is ahead.
+enough of them are in flight. On 2 GPUs the ring with flags is ahead of NCCL at 2^20 floats and at 2^26. At 2^14 floats
+the launches and the latency of each message decide, and NCCL is ahead.
 
 Run it:    python3 course.py run 21_multi_gpu
 Check it:  python3 course.py check 21_multi_gpu
@@ -133,7 +133,7 @@ LESSON = Lesson(
         "ring_step_kernel": ("16-byte loads", "16-byte stores", "no spills"),
         "ring_flags_kernel": ("16-byte loads", "16-byte stores", "no spills"),
     },
-    # Of 4 ranks: everyone reads 4n and writes n. In the ring 6 + 5 (k - 2) = 16 quarters of n are read or written.
+    # Of 4 ranks: each reads 4n and writes n. In the ring 6 + 5 (k - 2) = 16 quarters of n are read or written.
     passes={read_all: 2.5, ring_steps: 2.0, ring_flags: 2.0},
 )
 

@@ -143,7 +143,7 @@ struct Ring {
             CUDA_CHECK(cudaStreamWaitEvent(stream[r], event[(r + p.count - 1) % p.count], 0));
     }
 
-    void meet() {  // everybody waits for everybody
+    void meet() {  // every rank waits for every other
         if (simulated) return;
         record_all();
         for (int r = 0; r < p.count; r++)

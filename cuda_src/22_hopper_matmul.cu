@@ -8,6 +8,8 @@
 // from shared memory by itself. Each rung takes work away from the threads: v1 the multiplication, v2 the loads and
 // their addresses, v3 the waiting. Lesson 23 goes on to the speed of cuBLAS.
 //
+// You will be able to: copy tiles with TMA and mbarriers; multiply them with wgmma; write a producer warpgroup and its
+// ring of stages.
 // You need: 03 and 06 (tiles in shared memory and in registers, cp.async), and 13 (swizzles).
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "cp.async.bulk.tensor"; CUTLASS, "Efficient

@@ -8,6 +8,9 @@
 // could have had. Rung v4 hides the prologues and most of each epilogue. v5 removes a third of the loads. The bar is
 // the speed of cuBLAS.
 //
+// You will be able to: keep the tensor cores busy from tile to tile; share loads in a cluster, and say when that gains
+// nothing.
+//
 // Sources: CUTLASS, sm90 kernels (warp-specialised persistent cooperative) and their pipeline; Shah et al.,
 // FlashAttention-3 (2024), 2.2; P. Shankhdhar, fast.cu (2024); PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".

@@ -1,8 +1,8 @@
 // Traps: kernels broken on purpose, the tool that finds each, and the line that mends it
 // =====================================================================================
 //
-// What goes wrong in CUDA alone goes wrong silently: most of these kernels run to their end on a GPU, and many of them
-// answer rightly today. Each trap is one kernel, `template <bool FIXED>`, whose two forms differ in the line marked
+// Bugs that only CUDA has are silent: most of these kernels run to their end on a GPU, and many of them give the right
+// answer today. Each trap is one kernel, `template <bool FIXED>`, whose two forms differ in the line marked
 // `// <-`. Above it: what a GPU shows without a tool (right by luck, wrong, an error, a hang), the tool of
 // compute-sanitizer that finds it, and what it says. The emulator of this course finds all thirteen.
 //
@@ -10,6 +10,9 @@
 //   racecheck  two threads, one byte of shared memory, one of them writes, nothing between. Not global memory
 //   initcheck  global memory that is read before it is written. Not shared memory
 //   synccheck  barriers that some threads of the block never reach, masks that leave out the calling lane
+//
+// You will be able to: recognise each bug by what it shows; choose the tool that finds it; write the line that mends
+// it.
 //
 // Compile:  nvcc -std=c++20 -O3 -lineinfo -arch=native -Icuda_src/include -o traps cuda_src/24_traps.cu
 // Run:      ./traps                               (every fixed form, checked; and the list of names)

@@ -2,7 +2,8 @@
 =====================================================================================
 The kernels are in 24_traps.cu, each in two forms that differ in one line. Each step runs both: the fixed form is right,
 and the broken one is caught. Without a GPU the emulator catches it, in whatever order the threads run; on a GPU
-compute-sanitizer does, where its tools reach. Two traps are out of their reach and one may hang: the CPU has those.
+compute-sanitizer does, if it has a tool for the bug. It has none for two traps, and one trap may hang a GPU: the broken
+forms of these three are caught on a CPU alone.
 
 Predict before you run: which of the broken kernels stop with an error, and which print a wrong number, or a right one?
 You will learn: what each error looks like, which tool finds it, and the words it says.

@@ -178,7 +178,7 @@ such a block has a choice:
 In reports/nvidia-h200/operators.csv the data named "falling" have weights that grow by 2^23 per block. One raise lasts
 for a growth of 2^61 in bf16 (lazy_rescaling.py). So every third block raises m, which is 100 cycles per block on
 average. Predicted for bf16: 5% fewer TFLOP/s than for random data. By the rows it is 0% to 4% fewer at D = 128, and 9%
-to 14% at D = 64, where a block takes half as many cycles.
+to 12% at D = 64, where a block takes half as many cycles.
 
 Experiments of your own: ping-pong's two barriers in warp_specialized.py, without the overlap within a consumer. In
 lazy_rescaling.py a second QK for each large sum (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in bf16, too; STAGES = 3 at

@@ -180,7 +180,7 @@ def bf16_in_the_interpreter():
 
 # ---- 5. TF32 by default ---------------------------------------------------------------------------------------------
 def tf32_by_default():
-    """tl.dot of fp32 is TF32 by default, 1000 times less exact; PyTorch's default is fp32, and the interpreter exact.
+    """tl.dot of fp32 is TF32 by default, thousands of times less exact; PyTorch and the interpreter take fp32.
 
     So a kernel that does not set input_precision passes on the CPU and fails on the GPU. Take it from PyTorch's setting
     (day3_matmul_tk.lesson01_matmul.precision). Predicted error: sqrt(2) * 0.212 * 2^-10 (lesson02_numerics).
@@ -264,8 +264,8 @@ def a_register_that_nothing_has_set():
     layout. The assembler makes V's descriptor from a copy of the address, and loses the copy. So the machine code adds
     to a register that nothing has written.
 
-    Attention in course_ops read zeros for most of V there. No test had values of so few columns with such strides; a
-    random case had. With a tile of 64 columns for V, of which 48 are masked, both layouts are the same.
+    An attention kernel then reads zeros for most of V. A test finds it only if V has few columns and an odd stride. The
+    cure is a tile of 64 columns for V, of which 48 are masked: then both layouts are the same.
     """
     table = []
     for columns in (16, 64):
@@ -327,9 +327,10 @@ def errors_arrive_late():
     return Table("late errors", table, "One kernel writes astray; who is blamed?")
 
 
-# The answers: a GPU reports the eighth by itself, and late. It reports the first and the seventh only if the wrong
-# address lies in no allocation. A CPU hides three. The interpreter's tl.dot is exact, which hides the fifth. It runs no
-# machine code, which hides the seventh. A launch there returns when its kernel has run, which hides the eighth.
+# The answers: a GPU reports the eighth by itself, and late. It reports the first only if the wrong address lies in no
+# allocation, and the seventh only if it lies outside shared memory. A CPU hides three. The interpreter's tl.dot is
+# exact, which hides the fifth. It runs no machine code, which hides the seventh. A launch there returns when its kernel
+# has run, which hides the eighth.
 LESSON = Steps(
     about=About(
         teaches="32-bit offsets, strides that empty_like keeps, allclose on tiny numbers, bf16 interpreted, TF32 "

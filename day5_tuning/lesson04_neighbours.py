@@ -13,22 +13,22 @@ the next allocation:
 
 There is no error message. But by the PTX ISA these bytes are no ordinary memory until mbarrier.inval, and any other
 operation on them is undefined. While the process is alone, data written there reads back unchanged. If another process
-uses the GPU too, the GPU switches between the two every few milliseconds. It saves an SM's state, barriers included,
-and restores it later. The third step counts what happens to data where the hardware expects a barrier, in three forms:
+uses the same GPU (a neighbour, below), the GPU switches between the two every few milliseconds. It saves an SM's state,
+barriers included, and restores it later. The third step counts what happens to data where the hardware expects a
+barrier, in three forms:
 
     made, idle      mbarrier.init, and nothing more         the fault
     invalidated     mbarrier.init, and then .inval          what the PTX ISA requires
     not made        no barrier                              the cure, where its author can leave it out
 
-Triton's warp specialization for Hopper, as of 3.7, makes such barriers too. Triton invalidates barriers after their
-last use since 2024, against "sporadic memory corruptions" (#3858). But an unused barrier has no last use. The course's
+Triton's warp specialization for Hopper, as of 3.7, makes such barriers too. Triton invalidates a barrier after its last
+use, against "sporadic memory corruptions" (#3858). But an unused barrier has no last use. The course's
 `compile` refuses unused barriers in Gluon's kernels, whose author can leave them out (lessonkit/modes/compiled.py).
 
 The fault is rare, and short calls hide it. The last step multiplies matrices of 4096 beside a neighbour, and one answer
-in twenty is wrong. `lessonkit beside` once called the same kernel on a check of 1040 x 72 x 32, and none of 1930
-answers was. That product needs a 28,000th of the FLOPs, so a switch between processes hardly ever falls into a call.
-Today `beside` repeats what is timed, and finds the fault too: 151 of 1920 answers. No wrong answer in a table therefore
-does not show that a kernel is right.
+in twenty is wrong. A product of 1040 x 72 x 32, the size of a test, needs a 28,000th of the FLOPs. So a switch between
+processes hardly ever falls into such a call. `lessonkit beside` therefore repeats the shapes that are timed, and finds
+the fault: 151 of 1920 answers are wrong. A table without a wrong answer does not show that a kernel is right.
 
 Predict before you run: of 1024 fp32 values, how many can two barriers corrupt, which, and in which of the three forms?
 And if Triton's barriers take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?

@@ -5,7 +5,7 @@ reads a tile, waits, computes and writes it (day 2's packed softmax). Three quan
 the first before anything runs:
 
     resident   programs an SM holds: as many as its registers allow, at most 64 warps, at most 32 programs
-    in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 1 us / 132 = 32 KB per SM
+    in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 800 ns / 132 = 25 KB per SM
     waves      programs / (132 * resident), rounded up: the last wave costs as much as a full one
 
     memory     bytes / bandwidth                                                              8192 x 8192, bf16: 64 us
@@ -21,9 +21,9 @@ the first before anything runs:
 The model finds two kinds of bad configuration: those that spill, and those with too many warps. It does not order the
 good ones, which lie within a few percent of each other: see the rank correlations in reports/. And it fails for few
 warps with many elements each. It ranks four short rows on one warp first, and one long row on four, but both are slow:
-see `costs` in reports/. They fill the registers with 8 to 21 of the 64 warps that an SM can hold. Each warp loads, then
-computes, then stores. A scheduler with two to five warps often has none that is ready, while `issue` assumes that one
-always is.
+see `costs` in reports/. Their registers leave room for 12 and for 8 of the 64 warps that an SM can hold. Each warp
+loads, then computes, then stores. A scheduler with two or three warps often has none that is ready, while `issue`
+assumes that one always is.
 
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
 You will learn: to write a model on one page, to rank with it, to read in a heat map what the model misses.
@@ -114,7 +114,7 @@ def four_warps_a_row():
     """Rows of 8192, the first of three: 4 warps, 64 elements per thread, several programs, over 64 KB in flight."""
     k = figures(_row(LONG, ROWS=1, num_warps=4))
     assert k.spills == 0
-    assert k.resident * 16384 > 64 * 1024  # twice what Little's law wants
+    assert k.resident * 16384 > 64 * 1024  # over twice what Little's law wants
     assert SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[1] == "memory"
 
 
@@ -134,7 +134,7 @@ def thirty_two_warps_a_row():
 
 
 def few_warps_an_sm():
-    """Four short rows on one warp, or one long row on four: their registers leave room for a third of 64 warps."""
+    """Four short rows on one warp, or one long row on four: registers leave room for at most a third of 64 warps."""
     for size, rows, warps in (("M=32768 N=1024", 4, 1), ("M=4096 N=32768", 1, 4)):
         assert 8 <= warps * figures(_row(size, ROWS=rows, num_warps=warps)).resident <= 64 / 3
 
@@ -163,8 +163,8 @@ STEPS = (
     the_best_moves_with_size_and_gpu,
 )
 
-# The answers for an H200, in number of warps: at 1024 columns 1 is best for one row, and 16 for four rows are worst.
-# At 8192 columns 2 to 16 lie within 2%, and 32 are worst. At 32,768 columns 8 are best, and 32 are worst.
+# The answers for an H200, in number of warps: at 1024 columns 1 or 2 are best for one row, and 16 for four rows are
+# worst. At 8192 columns 2 to 16 lie within 2%, and 32 are worst. At 32,768 columns 8 are best, and 32 are worst.
 LESSON = Steps(
     STEPS,
     about=About(

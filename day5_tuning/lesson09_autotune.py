@@ -7,8 +7,9 @@ cache_results=True. The cost:
     cost of a key    configurations * (compiling, about a second + timing, do_bench's 25 ms of warming and 100 ms)
     keys             one for each new shape: 18 configurations and 50 sequence lengths are 17 minutes
 
-While it is timed a kernel runs about a hundred times on the caller's own tensors: one that adds to its output adds a
-hundred times. For an argument that `key` does not name, the first call decides for all later ones.
+While it is timed a kernel runs for 125 ms on the caller's own tensors: more than a hundred times if a call takes 1 ms.
+A kernel that adds to its output adds as often. For an argument that `key` does not name, the first call decides for all
+later ones.
 
 Everything here runs without a GPU, since the calls that autotune makes do not depend on how long they take.
 You will learn: to write a key, to bound it, to prune, and to restore tensors that a kernel changes.
@@ -25,7 +26,7 @@ BLOCKS = (32, 64, 128)
 
 
 class _Timer:
-    """Replaces do_bench: runs each configuration three times, not a hundred, and reports a given one as fastest."""
+    """Replaces do_bench: runs each configuration three times, not for 125 ms, and reports a given one as fastest."""
 
     def __init__(self, favourite=0):
         self.timed, self.favourite = 0, favourite

@@ -13,7 +13,7 @@ A row is bound in one of four ways:
 
     memory, compute    at half of its roof or more: only fewer bytes or FLOPs help
     latency            far below both roofs: it waits for a barrier, an atomic, or has too few bytes in flight
-    launches           its limit is less than 8 us, so starting it takes longer than running it
+    launches           its limit is less than 8 us, so the launch is a large part of the time
 
 New words (GLOSSARY.md): emulated.
 You will learn: to place a kernel before you write it, to read how much it can gain, to check counts against counters.

@@ -16,7 +16,7 @@ Predict before you run: for each of the five kernels, does the interpreter or th
 You will learn: to choose the tool by the kind of memory, and to know which bugs no tool here can see.
 Run it:    python3 course.py run lesson13_sanitizers
 On a GPU:  python3 course.py sanitize lesson05_softmax        every tool around every rung of a lesson
-            python3 course.py sanitize course_ops.softmax      and around each kernel of an operator
+           python3 course.py sanitize course_ops.softmax      and around each kernel of an operator
 What has run on today's code, and what has not: reports/nvidia-h200/sanitized.md
 """
 
@@ -84,7 +84,8 @@ def uninitialised():
     """torch.empty sets nothing. A fresh page is often 0, so a first run is often right.
 
     The checks of this course fill what torch.empty returns with NaN: a value that nothing wrote then reaches the
-    result. initcheck reports the read itself, in global memory alone. Shared memory that nothing wrote has no tool.
+    result. initcheck reports the read itself, in global memory alone. On a GPU no tool reports a read of shared memory
+    that nothing wrote.
     """
     assert _sum(torch.zeros) == 100
     with poisoned_empty():
@@ -119,7 +120,7 @@ def race_in_shared_memory():
     racecheck reports this race. It does not follow every mbarrier: on kernels that hand shared memory from TMA to wgmma
     it also reports accesses which an mbarrier orders. Each such report needs an argument by the memory model. The
     arguments stand in lessonkit/measure/sanitize.toml, and tests read the barriers that they name in the PTX.
-    consan follows mbarriers, and is compiled into Gluon kernels by TRITON_INSTRUMENTATION_MODE=consan.
+    Triton's consan follows mbarriers. TRITON_INSTRUMENTATION_MODE=consan compiles it into Gluon kernels.
     """
     _emulated("race", lambda: kernels.reverse(torch.ones(256), torch.empty(256)))
 

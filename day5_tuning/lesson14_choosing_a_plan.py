@@ -28,7 +28,7 @@ by how many cycles it is off. The table "estimated and measured" shows both for 
 leaves out the launch, and that the clock falls under load.
 
 You will learn: to write a model that chooses, to say what it leaves out, to judge it by its choices.
-Run it:    python day5_tuning/lesson14_choosing_a_plan.py   (no kernel runs; it reads the stored rows)
+Run it:    python3 course.py run lesson14_choosing_a_plan      (no kernel runs; it reads the stored rows)
 Source: Osama et al., "Stream-K: Work-Centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU",
         PPoPP 2023, section 5.2.
 """

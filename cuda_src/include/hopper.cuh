@@ -1,6 +1,6 @@
 // Hopper's own instructions as small functions: barriers in shared memory, copies by TMA, matmuls of a
-// warpgroup on the tensor cores (wgmma), clusters, and setmaxnreg. Each names its section of the PTX ISA (9.x of
-// version 8.8 on).
+// warpgroup on the tensor cores (wgmma), clusters, and setmaxnreg. Each comment quotes the title of its section in the
+// PTX ISA (chapter 9).
 //
 // TMA and wgmma access memory through the "async proxy", threads through the "generic" one. Data that one writes and
 // the other reads need a fence (fence_async) as well as a barrier. An mbarrier counts two things, arrivals of threads
@@ -39,7 +39,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 
-// Arrive, and say how many bytes this phase waits for beside. Bytes may come in before this: the count goes below zero.
+// Arrive, and add to the bytes that this phase waits for. Bytes may arrive before this: then the count is below zero.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes)
                  : "memory");

@@ -5,7 +5,7 @@
 //     A 16 x 16    a0 (g, 2t)   a1 (g + 8, 2t)   a2 (g, 2t + 8)   a3 (g + 8, 2t + 8)     16-bit, row, column
 //     B 16 x  8    b0 (2t, g)   b1 (2t + 8, g)                                            16-bit, pair down a column
 //     C 16 x  8    c0, c1 (g, 2t)   c2, c3 (g + 8, 2t)                                    fp32
-// Two C tiles side by side, rounded to 16 bits and packed in pairs, are an A tile: no lane has to give anything away.
+// Two C tiles side by side, rounded to 16 bits and packed in pairs, are an A tile: no lane needs an element of another.
 // That is what lets attention keep the probabilities P in registers between S = Q K^T and P V.
 //
 // Emulated (no tensor cores on a CPU), mma and ldmatrix are spelled out in shuffles: slower, and a precise definition.
