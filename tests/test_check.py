@@ -530,3 +530,58 @@ def test_gradients_are_watched_as_results_are(monkeypatch, fault, caught_by):
     with pytest.raises(check.Rejected) as rejected:
         check.check_grad(lesson, {"n": 37}, torch.float32)
     assert rejected.value.caught_by == caught_by
+
+
+# ---- Results for which a GPU's memory has no room besides -----------------------------------------------------------
+
+
+def rounded_at_each_step(x):
+    """GELU as eager PyTorch computes it in 16 bits."""
+    return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
+
+
+def gelu(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Parts of 1,000 elements, and no memory for how far more than that move."""
+    moved = rounding.moved
+
+    def of_a_part(answer, args, exact, *more):
+        if any(e.numel() > 1000 for e in exact):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return moved(answer, args, exact, *more)
+
+    monkeypatch.setattr(check, "PART", 1000)
+    monkeypatch.setattr(rounding, "moved", of_a_part)
+
+
+def test_of_a_result_too_large_parts_tell_how_far_they_move(little_memory):
+    """The answer needs it: it lies outside of the budget that PyTorch's own errors give."""
+    torch.manual_seed(0)
+    question = asked(gelu, (3 * torch.randn(5000, device=DEVICE)).bfloat16())
+    y = rounded_at_each_step(question.args[0])
+    check.compare(question, y, stepwise=True)
+    y[4321] *= 1.1
+    with pytest.raises(check.Rejected, match="from 4000 on: 1 of 1000 wrong"):
+        check.compare(question, y, stepwise=True)
+    with pytest.raises(check.Rejected):  # and without it is refused
+        check.compare(dataclasses.replace(question, asked=None), rounded_at_each_step(question.args[0]), stepwise=True)
+
+
+def test_rows_that_follow_from_others_too_do_not_say_how_far_they_move():
+    question = asked(lambda x: x.cumsum(0), torch.randn(64, 3, device=DEVICE))
+    assert question.moved_rows(0, slice(0, 8), 2) is not None, "the first rows follow from themselves"
+    assert question.moved_rows(0, slice(8, 16), 2) is None
+
+
+def test_one_row_is_compared_in_parts_of_it(little_memory):
+    x = torch.randn(1, 6, 500, device=DEVICE)
+    question = asked(torch.exp, x)
+    check.compare(question, question.usual[0])
+    wrong = question.usual[0].clone()
+    wrong[0, 5, 7] += 1
+    with pytest.raises(check.Rejected, match=r"in 0: from 4 on: 1 of 1000 wrong, .*the first at \(1, 7\)"):
+        check.compare(question, wrong)

@@ -15,7 +15,7 @@ exact answer (judge.rounding).
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 LOOK = 2  # samples of a first look; one moves by luck a thousandth of what is usual, where all elements move together
 MANY = 8  # their largest movement, so many times, is more than any element's root mean square
 PART = 2**27  # elements compared at a time
+SAME = 1e-12  # relative and absolute: two float64 results of one formula, computed in vectors of other lengths
 finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
 ALONE = 0  # samples: how far the rounding of a gradient's operands to 16 bits puts it by itself
 BETWEEN = 1.01  # what several known errors change, and a hundredth for one between two of them
@@ -55,27 +56,48 @@ class Truth:
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
     def moved(self, samples: int = rounding.SAMPLES) -> tuple[torch.Tensor, ...] | None:
-        """How far fp32 rounding errors move `exact`; made for an answer that would be refused without it."""
+        """How far fp32 rounding errors move `exact`; made for an answer that would be refused without it.
+
+        None if nothing tells it, or if the memory does not hold what it takes.
+        """
         if self.asked is None:
             return None
         if samples not in self._moves:
             try:
-                with torch.no_grad():
-                    args = [*map(in_float64, self.args)]
-                    found = rounding.moved(
-                        self.asked, args, self.exact, samples, self.operands, 1 / self.factor, self.continued
-                    )
-                    for other in self.beside:  # as far as this, and not FACTOR times as far
-                        share = BETWEEN / FACTOR[torch.float32]
-                        found = tuple(m.maximum(a * share) for m, a in zip(found, self._apart(other), strict=True))
-                    for move, exact, dtype in zip(found, self.exact, self.rounded, strict=False):
-                        if dtype is not None:  # by half of the last place, and not by a multiple of that
-                            half = torch.finfo(dtype).eps / 2
-                            move += exact.abs().nan_to_num(0.0, 0.0) * (half / FACTOR[torch.float32] / self.factor)
+                self._moves[samples] = self._moved(self.args, self.exact, samples)
             except torch.OutOfMemoryError:
-                found = None
-            self._moves[samples] = found
+                self._moves[samples] = None
         return self._moves[samples]
+
+    def moved_rows(self, i: int, rows: slice, samples: int) -> torch.Tensor | None:
+        """As `moved`, of some rows of result i, if they follow from the same rows of the arguments. This is tried out.
+
+        For a result so large that the memory does not hold what `moved` takes for all of it.
+        """
+        if self.asked is None:
+            return None
+        count = len(self.exact[i])
+        args = [a[rows] if isinstance(a, torch.Tensor) and a.ndim and len(a) == count else a for a in self.args]
+        with torch.no_grad():
+            exact = self.asked(*map(in_float64, args))
+            if not exact[i].allclose(self.exact[i][rows], rtol=SAME, atol=SAME, equal_nan=True):
+                return None
+            return self._moved(args, exact, samples)[i]
+
+    def _moved(self, args: Sequence[Any], exact: Sequence[torch.Tensor], samples: int) -> tuple[torch.Tensor, ...]:
+        assert self.asked
+        with torch.no_grad():
+            given = [*map(in_float64, args)]
+            found = rounding.moved(self.asked, given, exact, samples, self.operands, 1 / self.factor, self.continued)
+            for other in self.beside:  # as far as this, and not FACTOR times as far
+                share = BETWEEN / FACTOR[torch.float32]
+                apart = _apart(other, args, exact)
+                found = tuple(m.maximum(a * share) for m, a in zip(found, apart, strict=True))
+            for move, e, dtype in zip(found, exact, self.rounded, strict=False):
+                if dtype is not None:  # by half of the last place, and not by a multiple of that
+                    half = torch.finfo(dtype).eps / 2
+                    move += e.abs().nan_to_num(0.0, 0.0) * (half / FACTOR[torch.float32] / self.factor)
+        return found
 
     def off(self) -> tuple[torch.Tensor, ...] | None:
         """How far the operands' rounding to 16 bits alone puts `exact`. No multiple of it, and no luck of samples."""
@@ -84,14 +106,17 @@ class Truth:
         if ALONE not in self._moves:
             try:
                 with torch.no_grad():
-                    self._moves[ALONE] = self._apart(self.operands_off)
+                    self._moves[ALONE] = _apart(self.operands_off, self.args, self.exact)
             except torch.OutOfMemoryError:
                 self._moves[ALONE] = None
         return self._moves[ALONE]
 
-    def _apart(self, other: Callable[..., Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        pairs = zip(other(*map(in_float64, self.args)), self.exact, strict=True)
-        return tuple((o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs)
+
+def _apart(
+    other: Callable[..., Sequence[torch.Tensor]], args: Sequence[Any], exact: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    pairs = zip(other(*map(in_float64, args)), exact, strict=True)
+    return tuple((o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs)
 
 
 def tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -155,7 +180,7 @@ def compare(truth: Truth, answer: Any, *, slack: float = 1, stepwise: bool = Fal
             raise Rejected("shape", f"{which}{tuple(g.shape)}, expected {tuple(exact.shape)}")
         if g.dtype != usual.dtype:
             raise Rejected("dtype", f"{which}{g.dtype}, expected {usual.dtype}")
-        _compare_values(which, g, exact, usual, slack * truth.factor, partial(_floor, truth, i), stepwise=stepwise)
+        _compare_values(which, g, exact, usual, slack * truth.factor, Floor(truth, i), stepwise=stepwise)
 
 
 def suspected(truth: Truth, answer: Any) -> torch.Tensor:
@@ -202,12 +227,26 @@ def _first_look(got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor, fac
     return _Look(finite, strange, error, limit)
 
 
-Floor = Callable[[int], torch.Tensor | None]  # samples -> how far each element moves, if that is known
+@dataclass(frozen=True)
+class Floor:
+    """How far each element of result i, or of a part of it, moves; called with how many samples. None: not known."""
 
+    truth: Truth
+    i: int
+    at: tuple[int | slice, ...] = ()  # the part: at[0] of the result, at[1] of that, ...
 
-def _floor(truth: Truth, i: int, samples: int) -> torch.Tensor | None:
-    found = truth.off() if samples == ALONE else truth.moved(samples)
-    return None if found is None else found[i]
+    def __call__(self, samples: int) -> torch.Tensor | None:
+        found = self.truth.off() if samples == ALONE else self.truth.moved(samples)
+        if found is not None:
+            part = found[self.i]
+            for each in self.at:
+                part = part[each]
+            return part
+        (rows,) = self.at if len(self.at) == 1 else (None,)
+        return self.truth.moved_rows(self.i, rows, samples) if samples != ALONE and isinstance(rows, slice) else None
+
+    def of(self, part: int | slice) -> "Floor":
+        return replace(self, at=(*self.at, part))
 
 
 def _compare_values(
@@ -222,10 +261,13 @@ def _compare_values(
 ) -> None:
     if got.numel() == 0:
         return
-    if got.ndim and got.shape[0] > 1 and got.numel() > PART:  # in equal parts: a dozen float64 temporaries of each
+    if got.ndim and got.numel() > PART:  # in equal parts: a dozen float64 temporaries of each
+        if len(got) == 1:
+            _compare_values(f"{which}in 0: ", got[0], exact[0], usual[0], factor, floor.of(0), stepwise=stepwise)
+            return
         count, start = -(-got.numel() // PART), 0
         for g, e, u in zip(got.chunk(count), exact.chunk(count), usual.chunk(count), strict=True):
-            part = _part(floor, start, start + len(g))
+            part = floor.of(slice(start, start + len(g)))
             _compare_values(f"{which}from {start} on: ", g, e, u, factor, part, stepwise=stepwise)
             start += len(g)
         return
@@ -261,10 +303,6 @@ def _compare_values(
             values += f", more off than {limit[first].item():.3g}"
         numbers = f"{int(wrong.sum())} of {wrong.numel()} wrong{_within(wrong)}, the first at {first}"
         raise Rejected("value", f"{which}{numbers}: {values}")
-
-
-def _part(floor: Floor, start: int, stop: int) -> Floor:
-    return lambda samples: None if (moved := floor(samples)) is None else moved[start:stop]
 
 
 def _budget(
