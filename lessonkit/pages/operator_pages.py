@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import heads, later, said, sentences, translated
+from lessonkit.base.words import heads, later, listed, said, sentences, translated
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure import operator_rows, yardstick
 from lessonkit.measure.rows import ELSEWHERE, Row
@@ -62,6 +62,9 @@ HEADS = later(
     "course_ops over its best peer"
 )
 MEASURED = later("Measured with {versions}. Other versions are compiled and checked without a GPU, and not timed.")
+SHIPPED = later("The last column is of course_ops: {measured}")
+COMPILED = later("measured with Triton {version}.")
+COMPILED_BY_TWO = later("measured with Triton {version}, but {operators} with Triton {other}.")
 RANGE = later("{least} to {most} ({count} shapes)")
 RANGE_OF = later("{least} to {most} ({count} of {all} shapes)")
 MARKED = later(
@@ -344,6 +347,19 @@ def _of_a_card(best: Fastest) -> str:
     return f"`{best.row.rung}` {best.row.rate}, {shares.of_limit(best.row)}{sheet}" + f", {over}" * bool(over)
 
 
+def compiled_with(found: Sequence[operator_rows.Row], language: str) -> str:
+    """Which Triton the rows of course_ops were measured with, and which operators with another."""
+    by: dict[str, list[str]] = {}
+    for row in found:
+        version = row.versions.partition("triton ")[2].partition(",")[0]
+        by.setdefault(version, []).append(f"`{row.operator}` {row.direction}")
+    usual, *others = sorted(by, key=lambda version: -len(by[version]))
+    if not others:
+        return translated(COMPILED, language).format(version=usual)
+    operators = listed(dict.fromkeys(name for version in others for name in by[version]), wanted=language)
+    return translated(COMPILED_BY_TWO, language).format(version=usual, operators=operators, other=", ".join(others))
+
+
 def overview(language: str, today: Today) -> str:
     """README's results: a line for each operator, at the largest shape that most of its lessons time."""
     parts = []
@@ -370,6 +386,8 @@ def overview(language: str, today: Today) -> str:
         if body:
             marked = f"\n{translated(MARKED, language).format(mark=MARK)}\n" * any(MARK in line[0] for line in body)
             measured = translated(MEASURED, language).format(versions="; ".join(sorted(used)))
+            if ships:
+                measured += f"\n\n{translated(SHIPPED, language).format(measured=compiled_with(ships, language))}"
             table = markdown(heads(HEADS, language), body)
             parts.append(f"### {folder.name}\n\n{measured}\n\n{table}{footnotes(table, language)}{marked}")
     return "\n".join(parts) or "No GPU has been measured yet.\n"

@@ -45,7 +45,7 @@ FROM_ROWS = later("""\
 [operators.csv](../reports/{device}/operators.csv) has each operator, timed in the same rounds as its peers. The
 shapes are sizes of published models, sizes that hurt, and random ones that change with each release. A ratio is
 the fastest peer's time over ours: above 1 ours is faster. Shapes under 20 microseconds have rows and are not judged
-here. The host's time of a call is not in the rows: it is hidden behind a kernel that takes longer.
+here. The host's time of a call is not in the rows: it is hidden behind a kernel that takes longer. The rows were {measured}
 """)
 MORE = later("[Seconds of a first call, and peak memory](../reports/{device}/operators.md).")
 UNSTEADY = later(
@@ -147,7 +147,10 @@ def from_rows(folder: Path, language: str) -> str:
         *[tell(UNSTEADY).format(mark=APART, device=folder.name)] * (APART in table),
         *[tell(MARKED).format(mark=MARK)] * (MARK in table),
     ]
-    return "\n".join([tell(FROM_ROWS).format(device=folder.name), table, *(f"{note}\n" for note in notes)])
+    measured = operator_pages.compiled_with(rows(folder), language)
+    return "\n".join(
+        [tell(FROM_ROWS).format(device=folder.name, measured=measured), table, *(f"{note}\n" for note in notes)]
+    )
 
 
 def worst(s: Summary) -> list[str]:
