@@ -8,9 +8,9 @@ copy is issued and waited for, each warp's role and registers.
 When to choose which:
 
     Triton           first, on any GPU, until a profile shows that its compiler decided wrongly
-    Gluon            when you need another schedule, and want to stay in Python
+    Gluon            when you need another schedule, or clusters with multicast (Triton 3.8), and want to stay in Python
     ThunderKittens   when the program is C++ and the library has the tiles that you need
-    CUDA C++         for a new instruction, another ring, clusters with multicast; and to know what the others do
+    CUDA C++         for a new instruction or another ring; and to know what the others do
 
 Predict before you run: how many lines do you expect of each, and how much of cuBLAS's speed do they differ by?
 New words (GLOSSARY.md): cluster.

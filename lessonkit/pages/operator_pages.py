@@ -61,7 +61,10 @@ HEADS = later(
     "operator | shape | fastest rung | rate | best peer | over it | over it, all shapes of that lesson | "
     "course_ops over its best peer"
 )
-MEASURED = later("Measured with {versions}. Other versions are compiled and checked without a GPU, and not timed.")
+MEASURED = later(
+    "Rungs were measured with {versions}. With other versions they are compiled and checked without a GPU, and not "
+    "timed."
+)
 SHIPPED = later("The last column is of course_ops: {measured}")
 COMPILED = later("measured with Triton {version}.")
 COMPILED_BY_TWO = later("measured with Triton {version}, but {operators} with Triton {other}.")
@@ -356,7 +359,7 @@ def compiled_with(found: Sequence[operator_rows.Row], language: str) -> str:
     usual, *others = sorted(by, key=lambda version: -len(by[version]))
     if not others:
         return translated(COMPILED, language).format(version=usual)
-    operators = listed(dict.fromkeys(name for version in others for name in by[version]), wanted=language)
+    operators = listed(sorted({name for version in others for name in by[version]}), wanted=language)
     return translated(COMPILED_BY_TWO, language).format(version=usual, operators=operators, other=", ".join(others))
 
 

@@ -45,7 +45,8 @@ FROM_ROWS = later("""\
 [operators.csv](../reports/{device}/operators.csv) has each operator, timed in the same rounds as its peers. The
 shapes are sizes of published models, sizes that hurt, and random ones that change with each release. A ratio is
 the fastest peer's time over ours: above 1 ours is faster. Shapes under 20 microseconds have rows and are not judged
-here. The host's time of a call is not in the rows: it is hidden behind a kernel that takes longer. The rows were {measured}
+here. The host's time of a call is not in the rows: it is hidden behind a kernel that takes longer. The rows were
+{measured}
 """)
 MORE = later("[Seconds of a first call, and peak memory](../reports/{device}/operators.md).")
 UNSTEADY = later(
