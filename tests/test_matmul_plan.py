@@ -414,6 +414,37 @@ def compiled_parts(transposed):
     return found
 
 
+def compiled_pairs(transposed):
+    """[spills, shared memory, serialized?] of every tile that a pair may have, by the kernel that has it."""
+    a, b = (torch.empty(5000, 5000, dtype=torch.bfloat16, device="meta") for _ in "ab")
+    a, b = a.t() if "a" in transposed else a, b.t() if "b" in transposed else b
+    c, found = a.new_empty(5000, 5000), []
+    with compiled.compiling(90) as made:
+        for plan in _matmul_plan.plans(5000, 5000, 5000, True, True, 132, pairs=True):
+            if plan.ctas == 1:
+                continue
+            made.clear()
+            if plan.other:
+                matmul_tiles_hopper.by_plan(a, b, plan, c)
+            else:
+                matmul_stream_k_hopper.by_plan(a, b, plan)
+            (each,) = made.values()
+            kernel = compiled.inspect("", each, 90)
+            found.append([kernel.spills, kernel.shared, sass.serialized(kernel)])
+    return found
+
+
+@pytest.mark.skipif(not versions.HAS_REMOTE_ARRIVE, reason="Triton before 3.8 compiles no pairs")
+@pytest.mark.parametrize("transposed", ["b", pytest.param("a", marks=pytest.mark.night)])
+def test_every_tile_of_a_pair_fits_on_its_sms_and_its_mmas_overlap(transposed):
+    found = call_in_compiler("tests.test_matmul_plan", "compiled_pairs", transposed)
+    assert len(found) >= len(_matmul_plan.OTHER_TILES)
+    for spills, shared, serialized in found:
+        assert spills == 0
+        assert shared <= 232448
+        assert not serialized
+
+
 @pytest.mark.parametrize("transposed", ["b", pytest.param("a", marks=pytest.mark.night)])
 def test_every_tile_of_two_parts_fits_on_an_sm_and_its_mmas_overlap(transposed):
     found = call_in_compiler("tests.test_matmul_plan", "compiled_parts", transposed)
