@@ -575,6 +575,10 @@ def test_rows_that_follow_from_others_too_do_not_say_how_far_they_move():
     question = asked(lambda x: x.cumsum(0), torch.randn(64, 3, device=DEVICE))
     assert question.moved_rows(0, slice(0, 8), 2) is not None, "the first rows follow from themselves"
     assert question.moved_rows(0, slice(8, 16), 2) is None
+    product = asked(torch.matmul, torch.randn(64, 64, device=DEVICE), torch.randn(64, 64, device=DEVICE))
+    assert product.moved_rows(0, slice(0, 8), 2) is None, "both matrices have as many rows as the result"
+    sums = asked(lambda x: x.sum(0), torch.randn(64, 64, device=DEVICE))
+    assert sums.moved_rows(0, slice(0, 8), 2) is None
 
 
 def test_one_row_is_compared_in_parts_of_it(little_memory):
