@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,21 @@ class Reader:
     """
 
     def __init__(self, path: Path, part: Callable[[str], str] = said) -> None:
+        self.path, self.part = path, part
+
+    @cached_property
+    def templates(self) -> tuple[list[str], list[str]]:
+        """Those of several lines, and those of one. English needs none, so the file is read where another is spoken."""
         # The one with the most words first: "loss {a} -> {b}" would take "loss 2 -> 1 (epoch 3)" too.
-        text = path.read_text() if path.exists() else ""  # a lesson of a test
-        lines = sorted(templates(text), key=lambda line: -len(_literal(line)))
-        self.texts, self.lines = [each for each in lines if "\n" in each], [each for each in lines if "\n" not in each]
-        self.part = part
+        lines = sorted(templates(self.path.read_text()), key=lambda line: -len(_literal(line)))
+        return [each for each in lines if "\n" in each], [each for each in lines if "\n" not in each]
 
     def told(self, text: str) -> str:
-        told = self._by(self.texts, text)
-        return told if told != text else "\n".join(self._by(self.lines, line) for line in text.split("\n"))
+        if language() == "en":
+            return text
+        texts, lines = self.templates
+        told = self._by(texts, text)
+        return told if told != text else "\n".join(self._by(lines, line) for line in text.split("\n"))
 
     def _by(self, lines: list[str], text: str) -> str:
         line = text.strip()
