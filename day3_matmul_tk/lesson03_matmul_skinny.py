@@ -170,7 +170,8 @@ def split_k(a, b):
 # Predicted at M = 128, N = 4096, K = 14336: 33 us for 139 MB. Rung 3 moves 34 MB for its parts and launches a second
 # kernel, 38 us. So rung 4 is 1.15 times as fast.
 # Why the waiting ends: a program writes its part first, before it waits for others. No more programs run than SMs hold
-# at once. And shares go from the last program to the first, so a program waits only for lower ids, which start earlier.
+# at once. And shares go from the last program to the first, so a program waits only for lower ids. GPUs start these
+# earlier, though CUDA does not promise it.
 @triton.jit
 def share(program, total, programs):
     return (program.to(tl.int64) * total // programs).to(tl.int32)  # the product may pass 2^31
@@ -199,7 +200,7 @@ def stream_k_kernel(
         else:
             helper = me + 1
             while to_step < steps:
-                # Swapping 1 for 0 waits for the flag and clears it for the next call. .cg: an L1 line could be old.
+                # Swapping 1 for 0 waits for the flag and clears it for the next call. .cg: read once, so not into L1.
                 while tl.atomic_cas(flags_ptr + helper, 1, 0, sem="acquire", scope="gpu") == 0:
                     pass
                 acc += tl.load(parts_ptr + helper * BLOCK_M * BLOCK_N + lanes, cache_modifier=".cg")

@@ -37,8 +37,9 @@ Six terms:
     mbarrier  8 bytes of shared memory that count arrivals and bytes. When both are complete, its phase flips. Phases
               are numbered 0, 1, 2, ...; a wait names the parity (0 or 1) of the phase whose end it needs. Waiting for
               parity 1 on a new mbarrier returns at once: the phase before the first counts as complete.
-    wgmma     a warpgroup (4 warps) multiplies 64 x N x 16 straight from shared memory into fp32 registers. It is
-              asynchronous: `warpgroup_mma` issues, `warpgroup_mma_wait(n)` waits until at most n still run.
+    wgmma     a warpgroup (4 warps) multiplies 64 x N x 16 straight from shared memory into fp32 registers. (A may also
+              be in registers, as P is in day 4's attention.) It is asynchronous: `warpgroup_mma` issues,
+              `warpgroup_mma_wait(n)` waits until at most n still run.
     layout    which thread holds which element. wgmma fixes that of the accumulator: NVMMADistributedLayout.
     swizzle   shared memory has 32 banks of 4 bytes, and each serves one access at a time. Rows of 128 bytes would put
               a column into the same banks. So TMA permutes the 16-byte pieces of each row as it writes, and wgmma reads

@@ -230,13 +230,13 @@ def reduce_scatter(acc, parts_ptr, counter_ptr, split, SPLITS: gl.constexpr):
     mine = gl.sum(gl.where(each == split, x, 0.0), axis=0)
     arrive_and_wait(counter_ptr, SPLITS)
     ptrs = parts_ptr + (split * SPLITS + each) * SIZE + number
-    theirs = gl.load(ptrs, mask=each != split, other=0.0, cache_modifier=".cg")  # not from L1: it may be old
+    theirs = gl.load(ptrs, mask=each != split, other=0.0, cache_modifier=".cg")  # read once: not into L1
     return from_share(gl.sum(gl.where(each == split, mine[None, :], theirs), axis=0))
 
 
-# The waiting ends, since there are no more programs than SMs. If another kernel occupies some SMs, programs still start
-# in the order of their ids, and a tile's programs are neighbours. So at most one tile lacks programs: all other tiles
-# complete, end, and free SMs for them.
+# The waiting ends, since there are no more programs than SMs. If another kernel occupies some SMs, GPUs still start
+# programs in the order of their ids, though CUDA does not promise it, and a tile's programs are neighbours. So at most
+# one tile lacks programs: all other tiles complete, end, and free SMs for them.
 @gluon.jit(do_not_specialize=["tiles_m", "steps", "M"])
 def split_k_kernel(
     a_desc, b_desc, c_desc,
@@ -413,7 +413,7 @@ LESSON = Lesson(
             times=2.5,
             over=whole,
             why="The budget leaves out a kernel's start and end. A copy of as many bytes takes 13.5 us, where the "
-            "table's 14,600 cycles are 8 us. The exchange of 3.3 us comes on top.",
+            "table's 14,600 cycles are 8 us. The exchange of 3.3 us comes on top. The other 4 us are not explained.",
         ),
         Prediction(rung=fitted, at={"M": 1024, "N": 1024, "K": 1024}, times=1.28, over=split_k),
     ),

@@ -32,8 +32,8 @@ Five terms:
                     kernel allocates columns. MMAs accumulate there; a warp reads its quarter of the rows.
     tcgen05.mma     128 x N x 16, N up to 256, A and B from shared memory. One thread issues it for the CTA, and it is
                     asynchronous. MMAs of one thread run in the order in which they were issued.
-    commit          tells an mbarrier to count one arrival when all MMAs issued before it are complete. It takes the
-                    place of `warpgroup_mma_wait`, and any warp may wait for it.
+    commit          tells an mbarrier to count one arrival when all MMAs that the same thread issued before it are
+                    complete. It takes the place of `warpgroup_mma_wait`, and any warp may wait for it.
     tcgen05.ld      tensor memory to registers. Four warps read 128 rows; warp w reads rows 32 w to 32 w + 31.
     pair            two CTAs of a cluster on two SMs, which multiply 256 x N together (cta_group::2).
 

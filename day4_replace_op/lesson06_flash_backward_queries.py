@@ -26,8 +26,8 @@ dQ is a sum over keys. So a program owns a block of queries, as in lesson 5, and
     query    row 0   m . . .
              row 1   x m . .   a program owns a row      skipped: 10 blocks, of which 4 with a mask
              row 2   x x m .   of blocks: it keeps
-             row 3   x x x m   Q, dO and dQ, and         K and V of a block are loaded once for the scores and for dP,
-                               sweeps K and V ->         and K a second time, as the right operand of dQ
+             row 3   x x x m   Q, dO and dQ, and         K and V of a block are loaded once: V for dP, K for the scores
+                               sweeps K and V ->         and, as the right operand, for dQ
 
 Budget, a block of 128 x 128 scores at D = 128 and at D = 64, in cycles of an SM:
 

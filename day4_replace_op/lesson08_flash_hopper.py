@@ -54,9 +54,10 @@ Who does what, and where the data lies
       V ring   2 x 128 x 128     64 KB        consumer: wait full -> wgmma reads it -> arrive on empty
       O0 O1    epilogue buffers  32 KB
 
-K and V have separate rings: QK can start before V has arrived, and K is free one softmax earlier than V. `empty` counts
-one arrival per consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants
-its left operand, so P is packed to 16 bits and used in place.
+K and V have separate rings: QK can start before V has arrived, and K is free one softmax earlier than V. (From
+lazy_rescaling on K stays until the sums are tested, since a second QK may need it.) `empty` counts one arrival per
+consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants its left operand,
+so P is packed to 16 bits and used in place.
 
 The timeline of a CTA
 ---------------------

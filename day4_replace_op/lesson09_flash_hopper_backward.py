@@ -53,8 +53,8 @@ Who holds what
           +--- TMA reduce --->  fp32 sum in L2, to which the CTAs of all keys of the head add
 
     matmul           left operand (A)      right operand (B)       accumulator
-    S^T  = K  Q^T    K    shared memory    Q    shared memory      registers, 32 per thread; starts at -lse
-    dP^T = V  dO^T   V    shared memory    dO   shared memory      registers, 32; starts at -delta
+    S^T  = K  Q^T    K    shared memory    Q    shared memory      registers, 32 per thread; starts at -lse (rungs 1-4)
+    dP^T = V  dO^T   V    shared memory    dO   shared memory      registers, 32; starts at -delta (rungs 1-4)
     dV  += P^T  dO   P^T  registers        dO   shared memory      registers, 64, for the whole tile
     dK  += dS^T Q    dS^T registers        Q    shared memory      registers, 64, for the whole tile
     dQ   = dS   K    dS   shared memory    K    shared memory      registers, 32; added to fp32 in memory at each step

@@ -405,8 +405,9 @@ def load_halves(desc, smem, full, count, where, head, row):
         async_load(desc, coord, full.index(at), smem.index(at * 2 + half))
 
 
-# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P = 2^(scale S') and
-# dS = P dP'. The rows' values need no registers while the accumulators of S^T and dP^T are in use.
+# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P is
+# 2^(scale_log2 S') and dS = P dP'. The rows' values need no registers while the accumulators of S^T and dP^T are in
+# use.
 @gluon.jit
 def issue_scores(keys, queries, values, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
     """Issue S^T = K Q^T or dP^T = V dO^T [keys, queries], plus the queries' values, if there are any. This is as many

@@ -117,7 +117,7 @@ def stream_k_kernel(
         else:
             helper = me + 1
             while to_step < steps:
-                # Swapping 1 for 0 waits for the flag and clears it for the next call. .cg: an L1 line could be old.
+                # Swapping 1 for 0 waits for the flag and clears it for the next call. .cg: read once, so not into L1.
                 while tl.atomic_cas(flags_ptr + helper, 1, 0, sem="acquire", scope="gpu") == 0:
                     pass
                 acc += tl.load(parts_ptr + helper * BLOCK_M * BLOCK_N + elements, cache_modifier=".cg")

@@ -125,7 +125,7 @@ def reduce_scatter(acc, parts_ptr, counter_ptr, split, SPLITS: gl.constexpr):
     mine = gl.sum(gl.where(each == split, x, 0.0), axis=0)
     arrive_and_wait(counter_ptr, SPLITS)
     ptrs = parts_ptr + (split * SPLITS + each) * SIZE + number
-    theirs = gl.load(ptrs, mask=each != split, other=0.0, cache_modifier=".cg")  # not from L1: it may be old
+    theirs = gl.load(ptrs, mask=each != split, other=0.0, cache_modifier=".cg")  # read once: not into L1
     return from_share(gl.sum(gl.where(each == split, mine[None, :], theirs), axis=0))
 
 

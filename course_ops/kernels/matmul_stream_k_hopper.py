@@ -339,7 +339,7 @@ def store_sum(args, acc, helpers, row, col, WHICH: gl.constexpr, HELPED: gl.cons
         if HELPED:
             x = in_a_row(x, args.CTAS)
             for i in range(helpers):
-                x += gl.load(sums_of(args, args.work.cta + 1 + i, p, WHICH), cache_modifier=".cg")  # L1's may be old
+                x += gl.load(sums_of(args, args.work.cta + 1 + i, p, WHICH), cache_modifier=".cg")  # read once
             x = as_panel(x, panels[p])
         panel = args.c_smem.index(2 * WHICH + p % 2)
         tma.store_wait(1)

@@ -196,8 +196,8 @@ def store_gradients(args, k, v, tile):
     tma.store_wait(0)
 
 
-# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P = 2^(scale S') and
-# dS = P dP'. The rows' values need no registers of their own.
+# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P is
+# 2^(scale_log2 S') and dS = P dP'. The rows' values need no registers of their own.
 @gluon.jit
 def issue_scores(keys, queries, values_smem, LAYOUT: gl.constexpr):
     """Issue S^T = K Q^T or dP^T = V dO^T [keys, queries], plus a value for each query."""

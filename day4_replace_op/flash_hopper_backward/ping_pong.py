@@ -103,7 +103,7 @@ class PartitionArgs:
     delta_smem: gl.shared_memory_descriptor  # -delta
     k_smem: gl.shared_memory_descriptor  # [2, 1, 1, KEYS, D], a consumer's half each; at a tile's end dK
     v_smem: gl.shared_memory_descriptor  # at a tile's end dV
-    ds_smem: gl.shared_memory_descriptor  # [2 buffers * 2 consumers, KEYS, ROWS]
+    ds_smem: gl.shared_memory_descriptor  # [3 buffers * 2 consumers, KEYS, ROWS]
     q_full: gl.shared_memory_descriptor  # with -lse
     do_full: gl.shared_memory_descriptor  # with -delta
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO of a stage
