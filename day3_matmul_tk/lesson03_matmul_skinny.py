@@ -1,7 +1,7 @@
 """Skinny matmul: few rows, many weights
 ======================================
 c = a @ b with M = 1, 16 or 128 rows: the matmul of a language model that writes token by token. Each element of b, 2
-bytes, takes part in M multiply-adds, M FLOPs per byte. An H200 needs about 180 (760 TFLOP/s over 4.2 TB/s) before
+bytes, takes part in M multiply-adds, M FLOPs per byte. An H200 needs about 190 (800 TFLOP/s over 4.2 TB/s) before
 tensor cores are the limit. So b's bytes set the least time, the same for 1 row and for 128. That is 8 us for K = N =
 4096 (33.5 MB in bf16), and 112 us for 28672 x 8192 (470 MB).
 
