@@ -136,7 +136,7 @@ def _of_cublas(folder, lesson, rung, size):
 
 
 # The answers: Triton needs the fewest lines, Gluon and ThunderKittens more than twice as many, CUDA C++ almost six
-# times as many. On an H200 all four are within 5% of cuBLAS: the table `one product, four ways` has the figures.
+# times as many. On an H200 all four are within 6% of cuBLAS: the table `one product, four ways` has the figures.
 LESSON = Steps(
     about=About(
         teaches="one matmul in Triton, Gluon, ThunderKittens and CUDA: lines, ownership, share of cuBLAS by "
