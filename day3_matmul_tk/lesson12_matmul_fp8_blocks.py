@@ -324,9 +324,9 @@ MIDDLE, LARGE = ({"M": n, "N": n, "K": n, "scheme": "blocks"} for n in (4096, 81
 
 # The answers: 128 x 256 reads 48 bytes for a cycle of MMA, and 192 x 128 reads 53. At 4096 192 x 128 leaves more SMs
 # idle in the last round: 704 tiles, 88 SMs, where 128 x 256 has 512 tiles and leaves 16. At 8192 it is 2752 tiles and
-# 20 SMs against 2048 tiles and 64. The last line of `promote` waits, and no MMA runs. Without it the compiler delays
-# the additions, which read p's registers, and the next MMA needs these. In `wide` the second half's wait for `full`
-# passes at once, too: it keeps the halves apart.
+# 20 SMs against 2048 tiles and 64. The last line of `promote` waits, though its consumer has no MMA in flight.
+# Without it the compiler delays the additions, which read p's registers, and the next MMA needs these. In `wide` the
+# second half's wait for `full` passes at once, too: it keeps the halves apart.
 LESSON = Lesson(
     about=About(
         teaches="block scales: promotion under another warpgroup's MMA, with two consumers and with three",
