@@ -568,8 +568,26 @@ def keys_of_another(draw, drawn):
     return draw.one_of((0, draw.integer(1, most))) if most > 0 and options["window"] is None else 0
 
 
-def attention_in_parts(first):
-    """Attention over the first keys and over the others, merged by lse; each backward gets the merged out and lse."""
+class _AsFarOff(torch.autograd.Function):
+    """Zeros in the shape of q; their gradient g puts q's off by half of its last place: `share` of |g|."""
+
+    @staticmethod
+    def forward(ctx, q, share):
+        ctx.share = share
+        return torch.zeros_like(q)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.abs() * ctx.share, None
+
+
+def attention_in_parts(first, dtype):
+    """Attention over the first keys and over the others, merged by lse; each backward gets the merged out and lse.
+
+    Then the reference with each part's o and dq off by half of its last place in dtype, as those are that are added up.
+    A part's o is that of columns that hold v for the keys of this part alone. Its dq is the gradient of columns that
+    are 0 in q and likewise hold k.
+    """
 
     class InParts(torch.autograd.Function):
         @staticmethod
@@ -596,7 +614,18 @@ def attention_in_parts(first):
     def asked(q, k, v, causal, window, **options):
         return InParts.apply(q, k, v, causal, options)
 
-    return asked
+    def rounded(q, k, v, causal, window, scale, **options):
+        def and_parts(t):
+            first_ones = (torch.arange(t.shape[2], device=t.device) < first)[:, None]
+            return torch.cat([t, t.masked_fill(~first_ones, 0), t.masked_fill(first_ones, 0)], -1)
+
+        half, scale = torch.finfo(dtype).eps / 2, q.shape[-1] ** -0.5 if scale is None else scale
+        of_parts = attentions.reference(q, k, and_parts(v), causal, window, scale, options.get("softcap"))[0]
+        wide_q = torch.cat([q, *(_AsFarOff.apply(q, half) for _ in range(2))], -1)
+        o = attention_reference(wide_q, and_parts(k), v, causal, window, scale, **options)
+        return o + half * of_parts[..., v.shape[-1] :].abs().unflatten(-1, (2, -1)).sum(-2).detach()
+
+    return asked, rounded
 
 
 # The backward computes P from lse, which is rounded to fp32: another error as large as that of a score. In 16 bits the

@@ -93,7 +93,8 @@ class Question:
     continued   of the tensors by name: a kernel adds up the terms of so many of the reference's matmuls in a gradient
                 one after the other
     divided     for a backward that takes another call's result: draws after how many keys a case is divided, 0: not
-    in_parts    of that number: the function that is asked in the operator's place
+    in_parts    of that number, and of the dtype of results: the function that is asked in the operator's place, and the
+                reference with the results of the parts rounded, as one of `beside`
     """
 
     draw: Callable[[Draw], Drawn]
@@ -107,7 +108,7 @@ class Question:
     cancels: bool = False
     continued: Callable[..., int] | None = None
     divided: Callable[[Draw, Drawn], int] | None = None
-    in_parts: Callable[[int], Callable[..., Any]] | None = None
+    in_parts: Callable[[int, torch.dtype], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
 
 
 @cache
@@ -391,8 +392,7 @@ class Call:
         question, backward = questions()[case["operator"]], case["direction"] == "backward"
         operators = import_module("course_ops")
         self.function = getattr(operators, (question.forward if not backward else "") or case["operator"])
-        if question.in_parts and case.get("divided"):
-            self.function = question.in_parts(case["divided"])
+        self.beside, self.multiplied, self.cancels = question.beside, question.multiplied, question.cancels
         self.inside = import_module("course_ops.testing").interpreted if mode == "interpreted" else nullcontext
         self.noise = case.get("noise", "")
         specs = enumerate(case["tensors"].items(), case["seed"])
@@ -403,8 +403,10 @@ class Call:
         self.wanted = case["wanted"] if backward else ()
         self.factor, self.reference = question.factor, question.reference
         self.keeps = question.keeps if self.wanted else None
-        self.beside, self.multiplied, self.cancels = question.beside, question.multiplied, question.cancels
         self.continued = question.continued
+        self.rounded_parts: list[Callable[..., Any]] = []
+        if question.in_parts and case.get("divided"):
+            self.function, *self.rounded_parts = question.in_parts(case["divided"], self.args[0].dtype)
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A gradient for each result, given by the case; none in a forward."""
@@ -447,11 +449,12 @@ class Call:
         wider = [t.is_floating_point() and t.itemsize > 2 for t in truth.usual]
         first = len(wider) - len(self.wanted)  # of the gradients
         rounded = tuple(operands if w and i >= first else None for i, w in enumerate(wider)) if self.multiplied else ()
-        beside = tuple(partial(self._of, f) for f in self.beside)
+        beside: list[Callable[..., Any]] = [partial(self._of, f) for f in self.beside]
+        beside += [lambda *args, f=f: self._referred(answer, args, f) for f in self.rounded_parts]
         off = partial(self._operands_off, operands, answer) if operands and self.cancels else None
         continued = self.continued(**self.tensors) if self.continued else 1
         return replace(
-            truth, beside=beside, operands=operands, rounded=rounded, operands_off=off, continued=continued
+            truth, beside=tuple(beside), operands=operands, rounded=rounded, operands_off=off, continued=continued
         )  # fmt: skip
 
     def _of(self, f: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, ...]:
@@ -463,10 +466,13 @@ class Call:
         with products.OperandsOff(dtype):
             return self._referred(answer, given)
 
-    def _referred(self, answer: Sequence[torch.Tensor], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    def _referred(
+        self, answer: Sequence[torch.Tensor], given: tuple[Any, ...], reference: Callable[..., Any] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        reference = reference or self.reference
         if self.keeps is None or not answer:
-            return self.of(self.reference, given)
-        return self.of(partial(self.reference, kept=answer[self.keeps]), given)
+            return self.of(reference, given)
+        return self.of(partial(reference, kept=answer[self.keeps]), given)
 
     def without_overflow(self, truth: check.Truth, answer: Sequence[torch.Tensor]) -> check.Truth:
         """The truth, with PyTorch's gradients by a smaller upstream, scaled up, where they overflow on their way.
