@@ -34,6 +34,7 @@ from course_ops.kernels import matmul as portable
 from course_ops.kernels import quantize as quantize_kernels
 from course_ops.kernels._matmul_plan import aligned_rows
 from course_ops.matmul import kernel_for
+from course_ops.versions import HAS_REMOTE_ARRIVE
 
 pytestmark = pytest.mark.kept
 
@@ -195,7 +196,7 @@ def test_on_a_cpu_what_lies_behind_a_row_stays_out_of_the_product(dtype, K):
         ((3000, 1000, 8), "split_k"),
         ((4096, 4096, 4096), "hopper"),
         ((8192, 50304, 768), "hopper"),
-        ((5000, 5000, 5000), "aligned_copies"),
+        ((5000, 5000, 5000), "stream_k_hopper" if HAS_REMOTE_ARRIVE else "aligned_copies"),
         ((732, 6592, 1586), "aligned_copies"),
         ((1000, 1001, 999), "tma"),
         ((300, 40, 35), "pointers"),
@@ -441,7 +442,7 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
             backward()
         finally:
             sys.setprofile(None)
-        assert calls < 160, "functions of Python, each of which costs the host about 0.1 us or more"
+        assert calls < 170, "functions of Python, each of which costs the host about 0.1 us or more"
 
 
 def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):

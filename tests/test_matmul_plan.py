@@ -164,10 +164,11 @@ def test_every_tile_has_room_for_three_stages_on_hopper():
 
 
 def test_copies_pay_for_large_matrices_whose_rows_begin_within_sectors():
-    def copies(n, *aligned):
-        return _matmul_plan.copies_that_pay(n, n, n, *aligned, 132)
+    def copies(n, *aligned, pairs=False):
+        return _matmul_plan.copies_that_pay(n, n, n, *aligned, 132, pairs)
 
     assert any(copies(5000, False, False))
+    assert not any(copies(5000, False, False, pairs=True)), "a pair copies half of b's rows"
     assert copies(1000, False, False) == (False, False), "a launch takes longer than the copies save"
     assert copies(5120, True, True) == (False, False)
     assert not copies(5000, True, False)[0], "a's rows begin at sectors"
@@ -314,6 +315,19 @@ def test_a_mistake_in_tiles_of_two_parts_is_found(monkeypatch, function, old, ne
 
 
 # ---- Pairs of CTAs, emulated as Triton 3.8 compiles them -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wave", "shape", "pays"),
+    [
+        ((64, 1), (1024, 1024, 1024, True, True), False),  # 9.1 us by split-K's kernel, 11.2 by pairs, on an H200
+        ((128, 1), (953, 1880, 1304, False, False), True),  # 18.4 and 17.8 us
+    ],
+)
+def test_pairs_start_later_than_the_kernel_of_one_wave(wave, shape, pays):
+    assert _matmul_plan.plan_pays(*wave, *shape, 132, pairs=True) == pays
+    assert not _matmul_plan.plan_pays(*wave, *shape, 132, pairs=False)
+
 
 emulated_pairs = pytest.mark.skipif(
     not (device.INTERPRETED and versions.HAS_PAIRS), reason="pairs are emulated without a GPU, from Triton 3.7 on"

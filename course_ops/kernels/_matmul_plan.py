@@ -62,6 +62,7 @@ WIDE = 1.04  # times the cycles of a step of more than 256 columns: a fit
 ROW, SHIFTED_ROW = 2.27, 3.84  # cycles to copy a row of a block that begins at a sector, and one that does not
 ENDS, STORE = 500, 64  # cycles of a tile in which no MMA runs; bytes of C that are stored in a cycle
 MEETING, SUMS = 1500, 24  # cycles to wait for another CTA; bytes of fp32 sums a cycle, each way
+STARTS = 2500  # cycles that a pair starts later than split_k_kernel: between what two shapes of one wave show, H200
 # DRIFT and APART stand for bytes that L2 no longer has when a CTA copies them.
 DRIFT = 0.001  # each step of a tile adds this share of the copies' cycles, since CTAs drift apart
 LEAD = 0.97  # a tile outside TILES, for which the constants are fitted, has to take less than this share of the cycles
@@ -212,12 +213,16 @@ def cycles_of(tile: tuple[int, int], M: int, N: int, K: int, a_aligned: bool, b_
 
 
 @lru_cache(maxsize=4096)
-def plan_pays(block_n: int, splits: int, M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> bool:
+def plan_pays(
+    block_n: int, splits: int, M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int,
+    pairs: bool = HAS_REMOTE_ARRIVE,
+) -> bool:  # fmt: skip
     """Whether the best plan beats one wave of tiles of 128 x block_n. Not if the wave splits K, or has few steps."""
     if splits > 1 or K < 8 * STEP:
         return False
     shape = M, N, K, a_aligned, b_aligned, sms
-    return best_plan(*shape).cycles < LEAD * cycles_of((128, block_n), *shape)
+    best = best_plan(*shape, pairs=pairs)
+    return best.cycles + STARTS * (best.ctas == 2) < LEAD * cycles_of((128, block_n), *shape)
 
 
 @lru_cache(maxsize=4096)
