@@ -29,7 +29,8 @@ blocks of BLOCK = 4 need three programs:
     mask       |  1   1   1   1 |  1   1   1   1 |  1   1   0   0 |    offsets < 10
 
 Where the mask is 0, the program loads and stores nothing. A block may have two dimensions. Here are ten elements as a
-matrix of 2 rows and 5 columns, with blocks of 2 x 4. Row i, column j lies at offset i * 5 + j:
+matrix of 2 rows and 5 columns, with blocks of 2 x 4. Row i, column j lies at offset i * 5 + j. So the strides are 5
+and 1: the next row lies 5 elements further on, and the next column 1:
 
     offsets    |  0   1   2   3 |  4   5   6   7 |                     rows[:, None] * 5 + cols[None, :]
                |  5   6   7   8 |  9  10  11  12 |
@@ -51,7 +52,7 @@ You choose the grid and the block. What happens below that is up to the compiler
 An SM is a streaming multiprocessor, the part of a GPU that computes. A grid may have more programs than fit on all SMs
 at once: the others start when earlier ones end. Registers are the storage next to the arithmetic units, and each thread
 has its own. BLOCK and the number of threads are two different numbers: the compiler spreads the elements of a block
-over the threads. A position in a block is also called a lane.
+over the threads. A position in a block is also called a lane, and so is a thread's place in its warp.
 
 New words (GLOSSARY.md): kernel, launch, program, grid, block, pointer, stride, mask, constexpr, thread, warp, lane,
 SM, register, HBM, interpreted.
@@ -154,6 +155,7 @@ def each_constexpr_compiles_a_kernel():
         assert torch.equal(z, x + 1)
 
 
+# x and z: [M, N]. A program owns all rows of COLS columns.
 @triton.jit
 def copy_kernel(x_ptr, z_ptr, offsets_ptr, mask_ptr, M, N, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.arange(0, ROWS)  # [ROWS]
