@@ -21,6 +21,7 @@ arithmetic does.
 
 The kernels are in Triton, which day 2 teaches. Here the comment above each one is enough.
 
+New words (GLOSSARY.md): occupancy.
 You will learn: why a block is a multiple of 32, why a grid is a multiple of the SMs, what a barrier and a launch cost.
 Run it:    python3 course.py run lesson05_gpu_by_measurement
 Without a GPU every kernel is checked in the interpreter, and the committed figures of a GPU are shown.

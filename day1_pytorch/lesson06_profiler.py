@@ -6,7 +6,6 @@ is more than half of the bytes. A profiler shows which operators take the time. 
 an operator cannot be faster than its roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its
 limit. They are equal at the ridge, where FLOPs / bytes is FLOP rate / bandwidth.
 
-New words (GLOSSARY.md): occupancy.
 You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
 bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
 Run it:    python3 course.py run lesson06_profiler
