@@ -310,11 +310,11 @@ def stored(name: str, lesson: Lesson) -> None:
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
     table(heading, columns, body, "\n".join(filter(None, [said(shares.LIMIT), shares.why(shown)])))
-    for (rung, shape), pair in pairs.items():
+    for (name_of, shape), pair in pairs.items():
         if pair.said.why and shape in shapes:
-            which = rung if len(shapes) == 1 else f"{rung} {shape}"
-            why = said("{rung}, why it differs: {why}").format(rung=which, why=said(pair.said.why))
-            console.print(why, highlight=False)
+            which = name_of if len(shapes) == 1 else f"{name_of} {shape}"
+            words = said("{rung}, why it differs: {why}")
+            console.print(words.format(rung=which, why=said(pair.said.why)), highlight=False)
     if old:
         console.print(said("* measured before the code of this rung changed"), style="dim")
 
