@@ -1,9 +1,10 @@
 """The environment check: what this machine has, and which modes work on it
 ========================================================================
-Every kernel of this course runs in up to three modes: *interpreted* (Triton's interpreter, no GPU), *compiled* (for
-sm_80, sm_90 and sm_100, no GPU either) and *run* (on a GPU). This lesson finds out which of them work here, what is
-missing, and which command installs it. It writes day1_pytorch/day1_env_check.md, the first deliverable, which git
-ignores. tests/test_doctor.py takes away one part of a machine at a time and shows the message.
+Every kernel of this course runs in up to three modes: *interpreted* (Triton's interpreter, no GPU), *compiled* (no GPU
+either) and *run* (on a GPU). Kernels are compiled for sm_80, sm_90 and sm_100: NVIDIA's generations Ampere, Hopper and
+Blackwell. This lesson finds out which modes work here, what is missing, and which command installs it. It writes
+day1_pytorch/day1_env_check.md, the first deliverable, which git ignores. tests/test_doctor.py takes away one part of a
+machine at a time and shows the message.
 
 You will learn: how to read nvidia-smi, which versions must fit each other, and which day needs what.
 Run it:     python3 course.py run lesson01_env_check

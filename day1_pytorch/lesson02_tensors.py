@@ -5,6 +5,9 @@ A tensor is a dtype, an offset, a shape and strides over a flat storage:
     x [3, 4], strides (4, 1)      storage  0 1 2 3 | 4 5 6 7 | 8 9 10 11
     x.T [4, 3], strides (1, 4)    the same storage: row 1 of x.T is 1 5 9, each 4 elements apart
 
+A stride says how many elements apart two neighbours of a dimension lie: in x the next row is 4 further on, the next
+column 1.
+
 Transpose, slice and expand look like work, but rewrite those few numbers and move 0 bytes. A kernel receives exactly
 this, a pointer and strides, so a kernel's author has to know them.
 

@@ -15,6 +15,13 @@ that waits for each result uses one cycle in four. So a scheduler needs 4 indepe
 warp or from several, and an SM with its four schedulers needs 16. With fewer, latency limits the time; with more,
 arithmetic does.
 
+    cycle       0  1  2  3  4  5  6  7
+    1 chain     a  .  .  .  a  .  .  .      the next multiply-add waits for the last one's result
+    4 chains    a  b  c  d  a  b  c  d      an instruction in each cycle
+
+The kernels are in Triton, which day 2 teaches. Here the comment above each one is enough.
+
+New words (GLOSSARY.md): occupancy.
 You will learn: why a block is a multiple of 32, why a grid is a multiple of the SMs, what a barrier and a launch cost.
 Run it:    python3 course.py run lesson05_gpu_by_measurement
 Without a GPU every kernel is checked in the interpreter, and the committed figures of a GPU are shown.
@@ -42,8 +49,9 @@ def seconds(contenders, flush=False):
     return {key: t.p50 * 1e-3 for key, t in measure(contenders, flush=flush, rounds=20).items()}
 
 
-# A chain of multiply-adds for each element, in registers only. BLOCK elements over 32 * num_warps lanes: below one
-# element a lane some lanes repeat the work of others, above it a lane has several independent chains.
+# A chain of multiply-adds for each element, in registers only. A program owns BLOCK elements and spreads them over its
+# 32 * num_warps lanes. Below one element a lane some lanes only repeat the work of others, so they are as good as idle.
+# Above it a lane has several independent chains.
 @triton.jit
 def chain_kernel(out_ptr, rounds, BLOCK: tl.constexpr):
     x = tl.arange(0, BLOCK).to(tl.float32)
@@ -60,7 +68,10 @@ def _chains(programs, elements, rounds, warps):
 
 
 def lanes():
-    """One warp takes as long for 32 elements as for 1, and for 128 too, since a multiply-add has 4 cycles' latency."""
+    """One warp takes as long for 32 elements as for 1, and for 128 too, since a multiply-add has 4 cycles' latency.
+
+    A round takes more than these 4 cycles (2 ns), because the loop's own instructions, such as its branch, come on top.
+    """
     start = torch.arange(8.0, device=DEVICE)
     torch.testing.assert_close(_chains(1, 8, 2, 1), (start * 0.5 + 1) * 0.5 + 1)
     if not device.HAS_GPU:
@@ -106,8 +117,9 @@ def programs():
     return Table("programs", rows, note, x="programs", y="ms")
 
 
-# The mean needs every element, so every round gathers from all lanes: shuffles within a warp, shared memory and
-# barriers between warps. With one element a lane nearly all of the time is the exchange.
+# One program owns all of x. The mean needs every element, so every round gathers from all lanes: by shuffles within a
+# warp (a lane reads a register of another lane), by shared memory and barriers between warps. With one element a lane
+# nearly all of the time is the exchange.
 @triton.jit
 def center_kernel(x_ptr, rounds, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
@@ -182,7 +194,11 @@ def launches():
 
 
 def occupancy():
-    """An SM has 65,536 registers: 32 per thread let all 64 warps in, 64 half of them, 255 an eighth."""
+    """An SM has 65,536 registers: 32 per thread let all 64 warps in, 64 half of them, 255 an eighth.
+
+    The share of the 64 warps is called occupancy. An SM also holds at most 32 programs, so add_element, whose programs
+    have one warp, reaches a half. The table in_flight, of which the note speaks, is in lesson 9.
+    """
     rows = []
     for registers in (32, 40, 48, 64, 96, 128, 168, 255):
         part = compiled.occupancy(90, 4, registers, 0)

@@ -1,11 +1,11 @@
 """Profiling: what takes the time, and which limit it meets
 =======================================================
-A transformer block needs 24 D^2 FLOPs per token in its matmuls and 4 T D in attention. Naive attention also moves a
-[T, T] matrix for each head four times: a seventh of the FLOPs at T = D, but more than half of the bytes. A profiler
-shows which operators take the time. Only counted FLOPs and bytes explain it: an operator cannot be faster than its
-roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its limit.
+A transformer block of width D, on T tokens, needs 24 D^2 FLOPs per token in its linear layers and 4 T D in attention.
+At T = D attention has a seventh of the FLOPs. But naive attention moves a [T, T] matrix for each head four times, which
+is more than half of the bytes. A profiler shows which operators take the time. Only counted FLOPs and bytes explain it:
+an operator cannot be faster than its roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its
+limit. They are equal at the ridge, where FLOPs / bytes is FLOP rate / bandwidth.
 
-New words (GLOSSARY.md): occupancy.
 You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
 bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
 Run it:    python3 course.py run lesson06_profiler
@@ -203,7 +203,7 @@ def _limit(flops, moved, flop_rate, bandwidth):
 
 
 def roofline():
-    """No operator is above its roof; on a GPU all that take long come near it, so the roof explains their time."""
+    """No operator is far above its roof; on a GPU each with 5% of the time or more reaches 30% of its roof."""
     limits = flop_rate, bandwidth = _limits()
     print(f"  {flop_rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s: ridge {flop_rate / bandwidth:.3g} FLOP/byte")
     work, seen = _counted(*limits), _host_events(_profile())
@@ -232,7 +232,7 @@ def roofline():
 
 
 def experiment():
-    """The clock agrees: with 4 times the rows a compute-bound linear takes 4 times as long, a memory-bound one 1."""
+    """The clock agrees: 4 times the rows take a compute-bound linear 4 times as long, a memory-bound one no longer."""
     n, few, many = (8192, 2, 4096) if GPU else (2048, 2, 256)
     weight, limits, growth = torch.randn(n, n, device=DEVICE).to(DTYPE), _limits(), {}
     for rows in (few, many):

@@ -1,8 +1,8 @@
 """Distributed: many processes, one gradient
 =========================================
-A rank is one process with one device. Data parallelism gives each rank a part of the batch and sums the gradients. With
-a ring all-reduce over p ranks each rank sends 2(p-1)/p times the gradient, so never more than twice. For p = 4 the
-gradient is cut into 4 parts:
+A rank is one process with one device. Data parallelism gives each rank a part of the batch and averages the gradients.
+That is an all-reduce: every rank receives the sum over all. In a ring of p ranks each rank sends 2(p-1)/p times the
+gradient, so never more than twice. For p = 4 the gradient is cut into 4 parts:
 
     rounds 1 to 3    a part travels round the ring, and each rank adds its own: then each rank has the sum of one part
     rounds 4 to 6    the sums travel round the ring: then each rank has all of them
@@ -10,7 +10,7 @@ gradient is cut into 4 parts:
 Then every rank takes the same step, so equal parameters stay equal and are never sent.
 
 You will learn: ranks and process groups, the ring, DistributedDataParallel (what it sends and when), no_sync, uneven
-batches, DistributedSampler, what FSDP saves and what it costs.
+batches, DistributedSampler, what FSDP (fully sharded data parallel) saves and what it costs.
 Run it:    python3 course.py run lesson07_distributed
 As ranks:  .venv/bin/torchrun --standalone --nproc-per-node 2 day1_pytorch/lesson07_distributed.py
 """
@@ -72,7 +72,8 @@ def _ring_work(rank, world, where):
     expected = x.clone()
     dist.all_reduce(expected)
     parts, arriving, sent = list(x.chunk(world)), torch.empty(1000, dtype=x.dtype, device=where), 0
-    # World - 1 rounds in which each rank adds its own to a part that travels on, then as many for the sums.
+    # World - 1 rounds in which each rank adds its own to a part that travels on, then as many for the sums. In round s
+    # rank r sends part r - s to rank r + 1, and receives part r - s - 1 from rank r - 1.
     for step in range(2 * (world - 1)):
         gives, takes = (rank - step) % world, (rank - step - 1) % world
         swap = [dist.P2POp(dist.isend, parts[gives].contiguous(), (rank + 1) % world)]

@@ -45,6 +45,7 @@ def _inputs(n, dtype=torch.float32):
     return torch.randn(n, device=DEVICE).to(dtype), (torch.randn(n, device=DEVICE) + 3).to(dtype)
 
 
+# One program owns BLOCK elements of x, y and z.
 @triton.jit
 def scaled_residual_kernel(x_ptr, y_ptr, z_ptr, alpha, n, BLOCK: tl.constexpr):  # [n] each
     # int64 before the multiplication: past 2^31 elements a 32-bit offset turns negative.

@@ -34,8 +34,8 @@ def seconds(contenders, flush=False):
     return {key: t.p50 * 1e-3 for key, t in measure(contenders, flush=flush, rounds=20).items()}
 
 
-# Each load gives the address of the next, so nothing overlaps. The position is kept between launches, so a second
-# launch continues and does not find the first one's cells in the caches.
+# One program, one load at a time: each gives the address of the next, so nothing overlaps. The position is kept between
+# launches, so a second launch continues and does not find the first one's cells in the caches.
 @triton.jit
 def chase_kernel(next_ptr, at_ptr, steps):
     at = tl.load(at_ptr)
@@ -164,7 +164,8 @@ def in_flight():
     return Table("in_flight", rows, note, x="KB_in_flight", y="TB_per_s", by="loads a lane")
 
 
-# Reads every `stride`-th element. Memory is fetched in sectors of 32 bytes, 8 of these elements.
+# Reads every `stride`-th element; a program owns BLOCK of them. Memory is fetched in sectors of 32 bytes, 8 of these
+# elements.
 @triton.jit
 def strided_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -138,7 +138,7 @@ def _measured():
 
 
 def cross_over():
-    """A GPU's step time is flat until work takes longer than launches, a CPU's grows at once: the curves cross."""
+    """A GPU's step time is flat until work takes longer than launches, a CPU's grows much sooner: the curves cross."""
     rows, launches = _measured(), _cost(1)[0]
     gpu = {row["batch"]: row["us_per_step"] for row in rows if row["where"].startswith("gpu")}
     cpu = {row["batch"]: row["us_per_step"] for row in rows if not row["where"].startswith("gpu")}

@@ -3,7 +3,7 @@
 A kernel is a function that the GPU runs many times at once. Each run is a program. All programs run the same code. What
 differs is a number, tl.program_id(0): from it each program computes which elements are its own. This is called SPMD
 (single program, multiple data). `@triton.jit` above a Python function makes it a kernel: the first launch compiles it.
-Here is a whole kernel, and its launch below it. It adds 1 to each of the n elements of x and writes the results to z:
+Here is a kernel, and its launch. It adds 1 to each of the n elements of x and writes the results to z:
 
     @triton.jit
     def plus_one_kernel(x_ptr, z_ptr, n, BLOCK: tl.constexpr):
@@ -28,8 +28,8 @@ blocks of BLOCK = 4 need three programs:
     offsets    |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |    program * BLOCK + [0, 1, 2, 3]
     mask       |  1   1   1   1 |  1   1   1   1 |  1   1   0   0 |    offsets < 10
 
-Where the mask is 0, the program loads and stores nothing. A block may have two dimensions. Here are ten elements as a
-matrix of 2 rows and 5 columns, with blocks of 2 x 4. Row i, column j lies at offset i * 5 + j:
+Where the mask is 0, the program loads and stores nothing. A block may have two dimensions. Here ten elements are a
+matrix of 2 x 5, with blocks of 2 x 4. Row i, column j lies at offset i * 5 + j * 1: the strides are 5 and 1.
 
     offsets    |  0   1   2   3 |  4   5   6   7 |                     rows[:, None] * 5 + cols[None, :]
                |  5   6   7   8 |  9  10  11  12 |
@@ -154,6 +154,7 @@ def each_constexpr_compiles_a_kernel():
         assert torch.equal(z, x + 1)
 
 
+# x and z: [M, N]. A program owns all rows of COLS columns.
 @triton.jit
 def copy_kernel(x_ptr, z_ptr, offsets_ptr, mask_ptr, M, N, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.arange(0, ROWS)  # [ROWS]

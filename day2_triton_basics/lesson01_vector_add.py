@@ -75,8 +75,8 @@ def add_block(x, y):
     return z
 
 
-# Rung 3. New: a block of 1024 elements for the same 128 threads, 8 per thread. These are neighbours and the pointers
-# are aligned, so the compiler loads them as 16 bytes at once.
+# Rung 3. New: rung 2's kernel with a block of 1024 elements for the same 128 threads, 8 per thread. These are
+# neighbours and the pointers are aligned, so the compiler loads them as 16 bytes at once.
 # Predicted: the speed of a copy. 2048 threads with two loads of 16 bytes have 64 KB in flight on an SM; 25 KB suffice.
 def add_wide(x, y):
     """[...] + [...] -> [...], 1024 elements per program, 16 bytes per thread and tensor."""

@@ -99,6 +99,7 @@ def grid_rounded_down():
     assert torch.equal(z, 2 * x)
 
 
+# One program owns one row.
 @triton.jit
 def row_max_kernel(x_ptr, z_ptr, stride, N, PAD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -171,6 +172,7 @@ def dtypes_mixed():
     assert z.item() == 1.5
 
 
+# One program adds up all 16 columns, a row at a time.
 @triton.jit
 def column_sum_kernel(x_ptr, z_ptr, M, ACC: tl.constexpr):  # [M, 16] -> [16]
     cols = tl.arange(0, 16)

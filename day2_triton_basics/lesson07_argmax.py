@@ -169,6 +169,7 @@ def argmax_groups_kernel(
     steps,  # of a split, a multiple of UNROLL
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
+    # A program owns one split of ROWS rows: `steps` steps of BLOCK columns from step `first` on.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(1).to(tl.int64) * steps
     lanes = tl.arange(0, BLOCK)[None, :]

@@ -39,7 +39,8 @@ def random_word(i, seed):
     return tl.where(i % 4 < 2, tl.where(i % 4 == 0, w0, w1), tl.where(i % 4 == 2, w2, w3)).to(tl.uint32, bitcast=True)
 
 
-# Triton compiles anew for an integer argument that is 1 or a multiple of 16. For these two do_not_specialize stops it.
+# One program owns BLOCK elements, here and in apply_kernel. Triton compiles anew for an integer argument that is 1 or a
+# multiple of 16. For these two arguments do_not_specialize stops it.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def draw_kernel(mask_ptr, n, seed, drop, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

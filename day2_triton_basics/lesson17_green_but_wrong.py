@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 
+# One program takes all of x.
 @triton.jit
 def double_kernel(x_ptr, z_ptr, n, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)

@@ -30,6 +30,7 @@ from lessonkit.pages import (
     shares,
     shipped,
 )
+from lessonkit.pages import stored as stored_words
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -145,7 +146,10 @@ def stored(lesson, found, monkeypatch):
 
 def test_run_without_a_gpu_shows_the_stored_times_beside_the_predictions(lesson, monkeypatch):
     rungs = lesson.rungs
-    said = (Prediction(rung=rungs[1], at=N, percent_of_limit=40), Prediction(rung=rungs[2], at=N, tb_per_s=8.0))
+    said = (
+        Prediction(rung=rungs[1], at=N, percent_of_limit=40),
+        Prediction(rung=rungs[2], at=N, tb_per_s=8.0, why="Why."),
+    )
     lesson = dataclasses.replace(lesson, predicted=said)
     found = [
         a_row(gpu=rows.MACHINE, rung="add_element", ms_p50=20.0, tb_per_s=0.4, percent_of_limit=10),
@@ -164,9 +168,19 @@ def test_run_without_a_gpu_shows_the_stored_times_beside_the_predictions(lesson,
         ["add_wide", "2*", "2.5x", "4.00 TB/s", "100%", "83%", "8 TB/s", "0.50"],
     ]
     assert "* measured before" in printed
+    assert "add_wide, why it differs: Why." in printed
     unsaid = dataclasses.replace(lesson, predicted=())
     assert "reports/nvidia-h200, n=7" in stored(unsaid, found, monkeypatch)  # the one with most bytes
     assert not stored(lesson, [], monkeypatch)
+
+
+def test_the_stored_table_of_a_step_stands_above_its_note(monkeypatch):
+    monkeypatch.setattr(show.console, "_width", 1000)
+    with show.console.capture() as printed:
+        show.from_a_gpu("day1_pytorch.lesson05_gpu_by_measurement", "lanes")
+    note = stored_words.told(report.committed_note("day1_pytorch.lesson05_gpu_by_measurement", "lanes"))
+    assert note
+    assert printed.get().splitlines()[-1] == note
 
 
 @pytest.mark.release

@@ -310,6 +310,11 @@ def stored(name: str, lesson: Lesson) -> None:
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
     table(heading, columns, body, "\n".join(filter(None, [said(shares.LIMIT), shares.why(shown)])))
+    for (name_of, shape), pair in pairs.items():
+        if pair.said.why and shape in shapes:
+            which = name_of if len(shapes) == 1 else f"{name_of} {shape}"
+            words = said("{rung}, why it differs: {why}")
+            console.print(words.format(rung=which, why=said(pair.said.why)), highlight=False)
     if old:
         console.print(said("* measured before the code of this rung changed"), style="dim")
 
@@ -428,6 +433,7 @@ def from_a_gpu(lesson: str, name: str) -> None:
     if found := report.committed(lesson, name):
         heading = said("{name}, as committed from a GPU (none here)").format(name=stored_words.told(name))
         _step_table(heading, found)
+        console.print(stored_words.told(report.committed_note(lesson, name)), highlight=False)
     else:
         words = said("checked in the interpreter; no GPU here, and no figures of one are committed yet for {name}")
         print(f"  {words.format(name=repr(stored_words.told(name)))}")

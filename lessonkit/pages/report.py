@@ -90,6 +90,12 @@ def committed(lesson: str, table: str) -> list[dict[str, str]]:
     return next((found for folder in device_folders() if (found := kept_table(folder, lesson, table))), [])
 
 
+def committed_note(lesson: str, table: str) -> str:
+    """What stands below that table."""
+    places = (renames.place(folder / _file_of(lesson, table)) for folder in device_folders())
+    return next((str(head(place).get("note", "")) for place in places if read_csv(place)), "")
+
+
 def kept_table(folder: Path, lesson: str, table: str) -> list[dict[str, str]]:
     """The rows of a step's table in reports/<device>; [] when there are none."""
     return read_csv(renames.place(folder / _file_of(lesson, table)))
