@@ -115,6 +115,32 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
     drawn = torch.randint(2**63 - 1, (), device=cpu) if seed is None else torch.tensor(seed, device=cpu)
     return _dropout(x, p, drawn)
 """,
+    "course_ops.cross_entropy": """
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    expect(logits=logits)
+    expect(targets=targets, dtypes=(torch.int64,))
+    expect_device(logits=logits, targets=targets)
+    expect_int(ignore_index=ignore_index)
+    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, expected logits' {tuple(logits.shape)} without the last "
+            "dimension, which is the classes: pass one target a row"
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError("logits has no classes, its last dimension is 0: pass one at least")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
+    loss = _cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index)[0]
+    if reduction == "none":
+        return loss.view(targets.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+""",
+    "course_ops.scan": """
+def scan(x: Tensor, *, reverse: bool = False) -> Tensor:
+    expect(x=x, ndim=1)
+    expect_bool(reverse=reverse)
+    return _scan(x, reverse)
+""",
     "problems.matmul": """
 def precision():
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
