@@ -32,7 +32,7 @@ def new_lesson(
     list_written(made)
     stem = name.partition(".")[2]
     command = f"{exercises.COURSE} check {stem}"
-    show.console.print(said("What it still lacks says: {command}").format(command=command))
+    show.console.print(said("This command says what it still lacks: {command}").format(command=command))
     made_by = [f"compile {stem}", *[f"count {stem}"] * (made[1].suffix == ".cu"), "translate", "report"]
     words = said("When that passes, these make its compiled figures, its messages and its pages: {commands}")
     show.console.print(words.format(commands="; ".join(f"{exercises.COURSE} {each}" for each in made_by)))
