@@ -115,7 +115,7 @@ def _say_where_times_are() -> None:
 
 
 def _stop(number: int, frame: object) -> NoReturn:
-    """End a run in order; whoever presses Ctrl-C twice does not disturb that."""
+    """End a run in order, which a second Ctrl-C does not disturb."""
     for each in STOPS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
