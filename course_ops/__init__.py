@@ -1,7 +1,8 @@
 """The operators that the course ends in: general, fast, and usable without the course.
 
-Every operator is a torch.library operator with a fake, a backward and its FLOPs, so that autograd, torch.compile and
-FLOP counters see it. CUDA tensors are computed by kernels, CPU tensors by PyTorch. Importing compiles nothing.
+Every operator is a torch.library operator with a fake, so that torch.compile sees it. It has a backward, unless its
+docstring says otherwise, and matmuls and attention have their FLOPs. CUDA tensors are computed by kernels, CPU tensors
+by PyTorch. Importing compiles nothing.
 """
 
 from course_ops._common import Unsupported

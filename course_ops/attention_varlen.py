@@ -58,6 +58,12 @@ def attention_varlen(
     dtypes, strides, heads, options, autocast, errors and sources as in course_ops.attention.
     """
     _expect_types(causal, window, scale, softcap, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    for name, t, heads in (("q", q, "H"), ("k", k, "H_kv"), ("v", v, "H_kv")):
+        if t.ndim != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, expected [total, {heads}, head_dim]: pack the sequences one "
+                "behind the other, without a dimension of their own"
+            )
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(n, int | torch.SymInt):
             raise TypeError(f"{name} is {n!r}, expected an int: a number on the host, not a tensor")

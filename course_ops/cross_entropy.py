@@ -39,13 +39,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
     """
     expect(logits=logits)
+    if isinstance(targets, Tensor) and targets.is_floating_point():
+        raise TypeError(
+            f"targets is {targets.dtype}, expected class indices in torch.int64: for probabilities call "
+            "torch.nn.functional.cross_entropy"
+        )
     expect(targets=targets, dtypes=(torch.int64,))
     expect_device(logits=logits, targets=targets)
     expect_int(ignore_index=ignore_index)
     if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}, expected logits' {tuple(logits.shape)} without the last "
-            "dimension, which is the classes: pass one target a row"
+            "dimension, which is the classes: pass one target a row "
+            "(are classes in dimension 1? logits.movedim(1, -1) moves them)"
         )
     if logits.shape[-1] == 0:
         raise ValueError("logits has no classes, its last dimension is 0: pass one at least")

@@ -273,7 +273,9 @@ def linear(
             f"activation is {activation!r}, expected None or 'gelu_tanh': apply another to linear's result"
         )
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [N, K]")
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [N, K] (is weight transposed?)"
+        )
     shape = (*x.shape[:-1], weight.shape[0])
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(

@@ -57,7 +57,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     expect_dtype_of(x, weight=weight)
     expect_int(ignore_index=ignore_index)
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or len(weight) == 0:
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [V, K], V > 0")
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [V, K], V > 0 "
+            "(is weight transposed?)"
+        )
     if targets.shape != x.shape[:-1]:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}, expected x's {tuple(x.shape)} without the last dimension: "

@@ -1,6 +1,6 @@
 """patch: replace a model's modules by this package's operators where they stand, and undo it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -165,6 +165,8 @@ class Patched:
         ]
         return "\n".join(lines) or "no module of the classes asked for"
 
+    __repr__ = __str__  # what a notebook shows
+
 
 def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT, others: Others | None = None) -> Patched:
     """Replace the model's modules of these classes by course_ops' functions, in place.
@@ -191,6 +193,8 @@ def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT, others
         raise TypeError(f"classes is {classes.__name__}, expected a sequence of classes: pass ({classes.__name__},)")
     if classes is None:
         raise TypeError("classes is None, expected a sequence of classes: leave it out for the default")
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        raise TypeError(f"classes is {classes!r}, expected a sequence of classes: pass (torch.nn.GELU,)")
     classes = tuple(classes)
     if unknown := [c for c in classes if c not in REPLACEMENTS]:
         known = ", ".join(c.__name__ for c in REPLACEMENTS)

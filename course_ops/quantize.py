@@ -50,7 +50,7 @@ def refuse_gradient(operator: str, **tensors: Tensor) -> None:
 
 
 def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> q [M, K] in e4m3 and fp32 scales: q * scale is about x, and 448 each group's largest magnitude.
+    """x [M, K] -> q [M, K] in e4m3 and fp32 scales: q * scale is about x, and the largest |q| of a group is 448.
 
     scheme     group       scales                taken by matmul_fp8 as
     "tensor"   all of x    [1, 1]                scale of a or, transposed, of b

@@ -43,8 +43,11 @@ def scan(x: Tensor, *, reverse: bool = False) -> Tensor:
 
     x: [n], fp32, fp16 or bf16, any stride. Returns [n] in its dtype, summed in fp32. Differentiable, any order.
     Two runs on a GPU agree to rounding; to the bit under torch.use_deterministic_algorithms(True), which reads x twice.
-    Raises TypeError for a dtype, ValueError for a matrix. Source: Merrill and Garland 2016, decoupled look-back.
+    Raises TypeError for a dtype, ValueError unless x has one dimension.
+    Source: Merrill and Garland 2016, decoupled look-back.
     """
-    expect(x=x, ndim=1)
+    expect(x=x)
+    if x.ndim != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [n]: for sums along a dimension call torch.cumsum")
     expect_bool(reverse=reverse)
     return _scan(x, reverse)

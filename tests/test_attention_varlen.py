@@ -160,7 +160,7 @@ def refused(which, change, **options):
 
 REFUSED = (
     (refused(0, lambda t: t[:, :3]), ValueError, "q has 3 heads, k 4"),
-    (refused(0, lambda t: t[None]), ValueError, "q has 4 dimension"),
+    (refused(0, lambda t: t[None]), ValueError, r"expected \[total, H, head_dim\]: pack the sequences"),
     (refused(1, lambda t: t[..., :8]), ValueError, "head_dim"),
     (refused(2, lambda t: t[1:]), ValueError, "v has shape"),
     (refused(1, torch.Tensor.half), TypeError, "k is torch.float16"),

@@ -972,7 +972,7 @@ REFUSED = (
     (lambda: course_ops.grouped_matmul(X, torch.ones(2, 6, 3), offsets(0, 3, 2)), ValueError, r"offsets \[0, 3, 2\]"),
     (lambda: course_ops.grouped_matmul(X, ONE, torch.tensor([0, 4])), TypeError, "offsets is torch.int64"),
     (lambda: course_ops.grouped_matmul(X, ONE.clone().requires_grad_(), offsets(0, 4)), ValueError, "w requires grad"),
-    (lambda: course_ops.scan(X), ValueError, "x has 2 dimension"),
+    (lambda: course_ops.scan(X), ValueError, r"expected \[n\]: for sums along a dimension call torch.cumsum"),
     (lambda: course_ops.scan(torch.arange(3)), TypeError, "x is torch.int64"),
 )  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_linear_is_left_alone_unless_it_is_asked_for():
     model, _ = make()
     patched = course_ops.patch(model)
     assert type(model.body[0]) is nn.Linear
-    assert "body.1: LayerNorm -> course_ops.layer_norm" in str(patched)
+    assert "body.1: LayerNorm -> course_ops.layer_norm" in str(patched) == repr(patched)
     patched.undo()
     patched.undo()
     assert type(model.body[1]) is nn.LayerNorm
@@ -184,6 +184,9 @@ def test_refused():
         course_ops.patch(nn.GELU(), nn.GELU)
     with pytest.raises(TypeError, match="classes is None, expected a sequence of classes: leave it out"):
         course_ops.patch(nn.GELU(), None)
+    for classes in ("GELU", 3):
+        with pytest.raises(TypeError, match=f"classes is {classes!r}, expected a sequence of classes: pass"):
+            course_ops.patch(nn.GELU(), classes)
     for others in ([nn.GELU], nn.GELU):
         with pytest.raises(TypeError, match="expected a mapping"):
             course_ops.patch(nn.GELU(), (), others)

@@ -826,7 +826,16 @@ REFUSED = {
         ValueError,
         r"targets has shape \(3,\), expected logits' \(2, 8\) without the last",
     ),
-    "probabilities for targets": (lambda: course_ops.cross_entropy(X, X[:, 0]), TypeError, "targets is torch.float32"),
+    "probabilities for targets": (
+        lambda: course_ops.cross_entropy(X, X),
+        TypeError,
+        "targets is torch.float32, expected class indices .* for probabilities call",
+    ),
+    "classes in the middle": (
+        lambda: course_ops.cross_entropy(torch.ones(2, 8, 5), torch.zeros(2, 5, dtype=torch.long)),
+        ValueError,
+        r"logits\.movedim\(1, -1\) moves them",
+    ),
     "no classes": (
         lambda: course_ops.cross_entropy(X[:, :0], torch.zeros(2, dtype=torch.long)),
         ValueError,

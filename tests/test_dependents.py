@@ -48,6 +48,16 @@ def test_a_shipped_kernel_has_the_rows_of_its_operator():
     assert kernel.rows == sum((row.operator, row.direction) == ("softmax", "forward") for row in rows)
 
 
+def test_a_row_that_functions_of_one_name_reach_counts_once():
+    found = dependents.dependents("kernels.attention_backward_hopper.takes")
+    found += dependents.dependents("kernels.attention_backward_192_hopper.takes")
+    forward = dependents.dependents("kernels.attention_forward_hopper.takes")
+    (backward,) = {each.measured for each in found if each.lesson == "course_ops.attention"}
+    ahead = next(each.measured for each in forward if each.lesson == "course_ops.attention")
+    of_attention = [each for each in found + forward if each.lesson == "course_ops.attention"]
+    assert dependents.all_rows(of_attention) == len(backward | ahead) == len(backward) + len(ahead) > 0
+
+
 def test_the_public_function_of_an_operator_is_known_and_no_row_is_of_it():
     (only,) = dependents.dependents("course_ops.softmax.softmax")
     assert (only.lesson, only.through, only.rows) == ("course_ops.softmax", (dependents.PUBLIC,), 0)

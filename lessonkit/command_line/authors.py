@@ -32,7 +32,7 @@ def new_lesson(
     list_written(made)
     stem = name.partition(".")[2]
     command = f"{exercises.COURSE} check {stem}"
-    show.console.print(said("What it still lacks says: {command}").format(command=command))
+    show.console.print(said("This command says what it still lacks: {command}").format(command=command))
     made_by = [f"compile {stem}", *[f"count {stem}"] * (made[1].suffix == ".cu"), "translate", "report"]
     words = said("When that passes, these make its compiled figures, its messages and its pages: {commands}")
     show.console.print(words.format(commands="; ".join(f"{exercises.COURSE} {each}" for each in made_by)))
@@ -70,13 +70,12 @@ def depends(
         through = ", ".join(said(part) for part in each.through)
         count = f"{each.rows} ({operator_rows.FILE})" if each.is_operator and each.rows else each.rows or ""
         body.append([each.function, each.lesson, through, count])
-    measured = {each.lesson: (each.is_operator, each.rows) for each in found}
-    operators, lines = (sum(column) for column in zip(*measured.values(), strict=True))
-    lessons = len(measured) - operators
+    operators = {each.lesson for each in found if each.is_operator}
+    lessons = {each.lesson for each in found} - operators
     parts = [
-        counted(lessons, said("1 lesson"), said("{count} lessons")),
-        counted(operators, said("1 operator"), said("{count} operators")),
-        counted(lines, said("1 row"), said("{count} rows")),
+        counted(len(lessons), said("1 lesson"), said("{count} lessons")),
+        counted(len(operators), said("1 operator"), said("{count} operators")),
+        counted(dependents.all_rows(found), said("1 row"), said("{count} rows")),
     ]
     heading = said("what depends on {function}: {what}").format(function=function, what=listed(parts))
     show.table(heading, [said("function"), said("lesson or operator"), said("through"), said("rows")], body)

@@ -41,7 +41,7 @@ def _say(text: str, style: str | None = None) -> None:
     show.console.print(text, style=style, markup=False, highlight=False)
 
 
-def _say_behind(mark: str, text: str, style: str | None = None) -> None:
+def _say_behind(mark: str, text: str, style: str | None) -> None:
     """Say a text behind a mark, with each of its lines as far to the right as the first."""
     room = show.console.width - len(mark)
     lines = [part for line in text.split("\n") for part in wrapped(line, room, room)]

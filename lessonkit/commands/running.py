@@ -34,20 +34,43 @@ def run(which: str, found: Sequence[tuple[str, Lesson | Steps | Broken]], again:
         names_ = ", ".join(chosen)
         show.console.print(words.format(which=which, count=len(chosen), names=names_, command=command), highlight=False)
     kept, marks = course_run.load(), course_run.marks(chosen)
-    stopped_run = kept.run_of(chosen)
-    before = [] if again else stopped_run.unchanged(marks)
+    before = [] if again else _ended_before(kept.run_of(chosen), marks)
+    this = course_run.Run(chosen, {name: marks[name] for name in before})
+    course_run.keep(this, {})
+    ended = dict.fromkeys(before, (0, ""))
+    stopped = _run_the_rest(this, kept.seconds, marks, ended)
+    _say_what_became(chosen, before, ended)
+    if len(chosen) == 1:
+        evidence.after_run(chosen[0])
+    if stopped:
+        words = said("Stopped after {done} of {count} lessons. The same command goes on; --again starts over.")
+        show.console.print(words.format(done=len(ended), count=len(chosen)))
+        raise typer.Exit(130)
+    _say_where_times_are()
+    raise typer.Exit(int(any(code for code, _ in ended.values())))
+
+
+def _ended_before(stopped_run: course_run.Run, marks: dict[str, str]) -> list[str]:
+    """The lessons that a stopped run has ended and that are as they were; says how many."""
+    before = stopped_run.unchanged(marks)
     if before:
         since = course_run.roughly(max(0.0, time.time() - stopped_run.at))
         many = counted(len(before), said("1 lesson"), said("{count} lessons"))
         words = said("going on after {many} of a run that was stopped {since} ago; --again starts over")
         show.console.print(words.format(many=many, since=since))
-    ended = dict.fromkeys(before, (0, ""))
-    this = course_run.Run(chosen, {name: marks[name] for name in before})
-    course_run.keep(this, {})
-    todo = [name for name in chosen if name not in ended]
+    return before
+
+
+def _run_the_rest(
+    this: course_run.Run, known: dict[str, float], marks: dict[str, str], ended: dict[str, tuple[int, str]]
+) -> bool:
+    """Run the lessons of `this` that are not in `ended`, and put them there; True if a signal stopped that.
+
+    ended: exit code and time by lesson. known: the seconds of earlier runs.
+    """
+    todo = [name for name in this.chosen if name not in ended]
     at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
-    watch = course_run.Watch(chosen, todo, kept.seconds, at_once, live=not device.HAS_GPU)
-    stopped = False
+    watch = course_run.Watch(this.chosen, todo, known, at_once, live=not device.HAS_GPU)
     handlers = {number: signal.signal(number, _stop) for number in STOPS}
     try:
         with watch, closing(_scripts(todo, at_once, watch.began)) as running:
@@ -60,10 +83,15 @@ def run(which: str, found: Sequence[tuple[str, Lesson | Steps | Broken]], again:
         this.done = {}
         course_run.keep(this, {})
     except KeyboardInterrupt:
-        stopped = True
+        return True
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    return False
+
+
+def _say_what_became(chosen: Sequence[str], before: Sequence[str], ended: dict[str, tuple[int, str]]) -> None:
+    """A table of the lessons that have ended, in their order."""
     summary = [
         [name, said("ok, before") if name in before else course_run.verdict(ended[name][0]), ended[name][1]]
         for name in chosen
@@ -72,25 +100,22 @@ def run(which: str, found: Sequence[tuple[str, Lesson | Steps | Broken]], again:
     many = counted(len(summary), said("1 lesson"), said("{count} lessons"))
     heading = said("{lessons}, {mode}").format(lessons=many, mode=said(show.MODES[device.DEVICE.type]))
     show.table(heading, [said("lesson"), "", said("time")], summary)
-    if len(chosen) == 1:
-        evidence.after_run(chosen[0])
-    if stopped:
-        words = said("Stopped after {done} of {count} lessons. The same command goes on; --again starts over.")
-        show.console.print(words.format(done=len(summary), count=len(chosen)))
-        raise typer.Exit(130)
+
+
+def _say_where_times_are() -> None:
+    """On a GPU the pages of the rows that were measured are written first."""
     if device.HAS_GPU:
         report.write()
         show.console.print(said("reports and plots: {page}").format(page="reports/README.md"))
-    else:
-        words = said("No GPU: kernels were interpreted and compiled, not timed. Committed measurements: {page}")
-        if not device.HAS_COMPILER:
-            words = said("No GPU: kernels were interpreted, not compiled or timed. Committed measurements: {page}")
-        show.console.print(words.format(page="reports/README.md"))
-    raise typer.Exit(int(any(code for code, _ in ended.values())))
+        return
+    words = said("No GPU: kernels were interpreted and compiled, not timed. Committed measurements: {page}")
+    if not device.HAS_COMPILER:
+        words = said("No GPU: kernels were interpreted, not compiled or timed. Committed measurements: {page}")
+    show.console.print(words.format(page="reports/README.md"))
 
 
 def _stop(number: int, frame: object) -> NoReturn:
-    """End a run in order; whoever presses Ctrl-C twice does not disturb that."""
+    """End a run in order, which a second Ctrl-C does not disturb."""
     for each in STOPS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -349,7 +349,7 @@ def operators(found: list[operator_rows.Row]) -> None:
     table(said("course_ops over its best peer"), titles, body)
 
 
-def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -> None:
+def resources(name: str, targets: tuple[chips.Target, ...]) -> None:
     """What the compiler made of the rungs: nothing here needs a GPU."""
     with console.status(said("compiling")):
         try:

@@ -20,12 +20,16 @@ PUBLIC = later("the public function: its checks are not timed")
 
 @dataclass(frozen=True)
 class Dependent:
-    """A lesson or operator that reaches a function, and how many measured rows these have."""
+    """A lesson or operator that reaches a function, and which of its measured rows do."""
 
     function: str  # its full name: "course_ops.hopper.ring_slot", "cuda_src.16_layernorm.block_sum"
     lesson: str  # in full; of an operator "course_ops.softmax"
     through: tuple[str, ...]  # rungs or directions by name; "inputs" and "work" are of all the lesson's rows
-    rows: int
+    measured: frozenset[int]  # places among the lesson's rows
+
+    @property
+    def rows(self) -> int:
+        return len(self.measured)
 
     @property
     def is_operator(self) -> bool:
@@ -39,7 +43,7 @@ def dependents(name: str) -> list[Dependent]:
     for lesson, reached, measured in [*_lessons(), *_operators()]:
         for function in sorted({f for names in reached.values() for f in names if f".{f}".endswith(wanted)}):
             through = tuple(part for part, names in reached.items() if function in names)
-            found.append(Dependent(function, lesson, through, _count(measured, through)))
+            found.append(Dependent(function, lesson, through, _of(measured, through)))
     return found
 
 
@@ -69,10 +73,15 @@ def _operators() -> Iterator[Reached]:
         yield f"course_ops.{name}", reached, [row.direction for row in measured if row.operator == name]
 
 
-def _count(measured: Iterable[str], through: Iterable[str]) -> int:
+def _of(measured: Iterable[str], through: Iterable[str]) -> frozenset[int]:
     parts = set(through)
     every = bool(parts & set(fingerprint.GIVEN))
-    return sum(1 for part in measured if every or part in parts)
+    return frozenset(nth for nth, part in enumerate(measured) if every or part in parts)
+
+
+def all_rows(found: Iterable[Dependent]) -> int:
+    """How many rows depend on these functions: a row that two of them reach counts once."""
+    return len({(each.lesson, nth) for each in found for nth in each.measured})
 
 
 def defined(name: str) -> list[Path]:

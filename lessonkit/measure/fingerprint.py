@@ -72,49 +72,6 @@ def expect_tensor(name: str, t: object, advice: str = "") -> None:
             f"{name} has a tangent, and course_ops has no forward-mode derivatives: use reverse mode (backward)"
         )
 """,
-    # With arguments of the right types: the same answers. Now others are refused, or refused in other words.
-    "course_ops.attention_varlen": """
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    _expect_types(causal, window, scale, softcap, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not isinstance(n, int | torch.SymInt):
-            raise TypeError(f"{name} is {n!r}, expected an int: a number on the host, not a tensor")
-    options = (causal, window, scale, softcap)
-    return torch.ops.course_ops.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options
-    )[0]
-""",
-    "course_ops.dropout": """
-def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = None) -> Tensor:
-    expect(x=x)
-    expect_number(p=p)
-    if not 0 <= p <= 1:
-        raise ValueError(f"p is {p!r}, expected a probability from 0 to 1")
-    if seed is not None and (not isinstance(seed, int)):
-        raise TypeError(f"seed is {seed!r}, expected an int or None")
-    if seed is not None and (not 0 <= seed < 2**63):
-        raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2^63 - 1")
-    if not training or p == 0:
-        return x
-    if seed is None and x.is_cuda and (not torch.compiler.is_compiling()) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a CUDA graph would repeat one mask: pass seed=..., or capture without dropout")
-    cpu = torch.device("cpu")
-    drawn = torch.randint(2**63 - 1, (), device=cpu) if seed is None else torch.tensor(seed, device=cpu)
-    return _dropout(x, p, drawn)
-""",
     "problems.matmul": """
 def precision():
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

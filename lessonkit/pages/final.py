@@ -166,7 +166,7 @@ def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
 
 
 @cache
-def _width(text: str, bold: bool = False) -> float:
+def _width(text: str, bold: bool) -> float:
     """In units of the type's size."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
@@ -175,7 +175,7 @@ def _width(text: str, bold: bool = False) -> float:
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]) / 10
 
 
-def _wrapped(text: str, wide: float, bold: bool = False) -> list[str]:
+def _wrapped(text: str, wide: float, bold: bool) -> list[str]:
     """Lines that are no wider than this, in units of the type's size; a longer word stands alone."""
     lines = [""]
     for word in text.split():

@@ -63,27 +63,11 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
     ships = shipped.rows(folder)
     slower = _slower(every_ladder, ships)
     behind = _behind(slower)
-    stars = [" *" * bool(today.why_old(row)) for row in story.rungs]
-    data = [
-        (row.lesson, f"{row.rung}{star}", shares.percent(row)) for row, star in zip(story.rungs, stars, strict=True)
-    ]
     every = [_line(c, today) for c in found]
     blocks = [
         Block(text=_measured_on(found)),
         Block(heading=said("What was found"), items=tuple(_findings(found, alone, pairs, ships))),
-        Block(
-            heading=said("One ladder: {operator} at {shape}, {dtype}").format(
-                operator=said(story.name), shape=story.shape, dtype=story.dtype
-            ),
-            text=_story(story, today),
-        ),
-        Block(
-            figure="ladder",
-            alt=_ladder(story, stars),
-            data=data,
-            draw=partial(_draw_story, story, stars),
-        ),
-        Block(table=tuple(_lessons(story, today)), items=tuple(_nothing(story, today))),
+        *_one_ladder(story, today),
     ]
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:3]
@@ -97,17 +81,7 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
                                       shares.briefly(b.row for _, b in behind[:WORST])),
                         table=tuple(_loss(*pair, today) for pair in behind[:WORST])))  # fmt: skip
     if ships:
-        lines = tuple(_shipped(ships))
-        cells = "".join(cell for line in lines for cell in line.values())
-        marks = [said(text) for text in (UNSTEADY, OLD_SHIPS) if text[: text.index(" ")] in cells]
-        blocks.append(
-            Block(
-                heading=said("What ships"),
-                text=sentences(*_ships(ships)),
-                table=lines,
-                items=(sentences(*marks),) * bool(marks),
-            )
-        )
+        blocks.append(_what_ships(ships))
     legend = _marks(found, [*every, *(line for b in blocks for line in b.table if "course_ops." not in line)])
     blocks.append(Block(heading=said("Every operator"), table=tuple(every), items=(sentences(*legend),)))
     if done := progress.by_folder():
@@ -116,6 +90,34 @@ def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[s
         )
     name = said("GPU kernels in five days: what was built, how fast it is ({device})")
     return name.format(device=folder.name), blocks
+
+
+def _one_ladder(story: Contest, today: Today) -> Iterator[Block]:
+    """An operator's rungs at one shape: in words, as a figure, and as a table."""
+    stars = [" *" * bool(today.why_old(row)) for row in story.rungs]
+    data = [
+        (row.lesson, f"{row.rung}{star}", shares.percent(row)) for row, star in zip(story.rungs, stars, strict=True)
+    ]
+    heading = said("One ladder: {operator} at {shape}, {dtype}")
+    yield Block(
+        heading=heading.format(operator=said(story.name), shape=story.shape, dtype=story.dtype),
+        text=_story(story, today),
+    )
+    yield Block(figure="ladder", alt=_ladder(story, stars), data=data, draw=partial(_draw_story, story, stars))
+    yield Block(table=tuple(_lessons(story, today)), items=tuple(_nothing(story, today)))
+
+
+def _what_ships(ships: Sequence[operator_rows.Row]) -> Block:
+    """course_ops over its peers, with the marks that its table uses."""
+    lines = tuple(_shipped(ships))
+    cells = "".join(cell for line in lines for cell in line.values())
+    marks = [said(text) for text in (UNSTEADY, OLD_SHIPS) if text[: text.index(" ")] in cells]
+    return Block(
+        heading=said("What ships"),
+        text=sentences(*_ships(ships)),
+        table=lines,
+        items=(sentences(*marks),) * bool(marks),
+    )
 
 
 def pages(folder: Path, today: Today) -> dict[Path, str | Picture]:

@@ -165,7 +165,7 @@ def all_answered(guesses: Iterable[Guess]) -> list[Answered]:
 # ---- One learner's evidence -----------------------------------------------------------------------------------------
 
 
-def evidence(name: str = "") -> dict[str, Any]:
+def evidence(name: str) -> dict[str, Any]:
     """What a learner hands to a teacher, as JSON: predictions, exercises and quizzes."""
     records = progress.load()
     return {

@@ -471,14 +471,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     known = dict(discover())
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
-        part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        cells = [[shares.marked(name, str(cell(value))) for name, value in operator_pages.marked(row).items()]
-                 for row in table.rows]  # fmt: skip
-        part += markdown(map(stored.head, table.rows[0]), cells)
-        exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
-                    if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
-        part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
-        part += operator_pages.footnotes(" ".join(cell for line in cells for cell in line))
+        part = _table_in_words(table, measured)
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
@@ -525,6 +518,18 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
         assert isinstance(top, str)
         made[page] = top + "\n" + "\n".join(parts)
     return made
+
+
+def _table_in_words(table: Table, measured: str) -> str:
+    """A table under its heading and its note, with a footnote for each mark in it. measured: where and when it was."""
+    cells = [[shares.marked(name, str(cell(value))) for name, value in operator_pages.marked(row).items()]
+             for row in table.rows]  # fmt: skip
+    exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
+                if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
+    part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
+    part += markdown(map(stored.head, table.rows[0]), cells)
+    part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
+    return part + operator_pages.footnotes(" ".join(cell for line in cells for cell in line))
 
 
 def cell(value: Any) -> Any:
