@@ -14,6 +14,7 @@ from course_ops._registration import cast_under_autocast, unobserved
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import (
     matmul_aligned,
+    matmul_fp32_hopper,
     matmul_hopper,
     matmul_skinny,
     matmul_split_k,
@@ -79,6 +80,12 @@ DISPATCH = (
         "Hopper, 16 bits: the last wave would be short, or rows of both begin within a sector of L2",
     ),
     Kernel("hopper", matmul_hopper.takes, matmul_hopper.prepare, "Hopper, 16 bits: persistent, warp-specialized"),
+    Kernel(
+        "fp32_hopper",
+        matmul_fp32_hopper.pays,
+        matmul_fp32_hopper.prepare,
+        "Hopper, exact fp32: FMAs of 16 x 8 elements a thread, or of smaller tiles; a producer warp loads",
+    ),
     Kernel(
         "ieee", portable.ieee_pays, _always(portable.matmul_ieee), "exact fp32: FMAs, many of a tile for each thread"
     ),
@@ -149,9 +156,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
-    Memory: the result. On Hopper in 16 bits also copies of a and b, as large as they are. A matrix is copied if its
-    rows begin at no multiple of 16 bytes, or at no multiple of 32 and the copy is estimated to save time. In exact fp32
-    b is copied if it lies transposed.
+    Memory: the result, and copies of a and b, as large as they are. On Hopper a matrix is copied if its rows begin at no
+    multiple of 16 bytes, and in 16 bits at no multiple of 32 if the copy is estimated to save time. Elsewhere b is
+    copied in exact fp32 if it lies transposed.
     In fp32 the products are exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both,
     any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 from lessonkit import device
+from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
@@ -25,6 +26,7 @@ from course_ops.kernels import (
     _matmul_hopper,
     _matmul_plan,
     matmul_aligned,
+    matmul_fp32_hopper,
     matmul_hopper,
     matmul_skinny,
     matmul_split_k,
@@ -150,6 +152,54 @@ def test_exact_fp32_multiplies_rows_of_b(monkeypatch):
     assert torch.equal(seen[0][1], b.t())
 
 
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("tile", matmul_fp32_hopper.TILES, ids=str)
+@pytest.mark.parametrize(("M", "N", "K", "pad"), [(130, 300, 164, 0), (70, 100, 67, 3)])
+@testing.kernels()
+def test_exact_fp32_on_hopper_takes_any_size_and_strides(monkeypatch, transposed, tile, M, N, K, pad):
+    monkeypatch.setattr(matmul_fp32_hopper, "best_tile", lambda *_: tile)
+    a = matrix(M, K, DEVICE, transposed="a" in transposed, pad=pad)
+    b = matrix(K, N, DEVICE, transposed="b" in transposed)
+    near(matmul_fp32_hopper.matmul_fp32(a, b), a @ b, a.double() @ b.double())
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "tile", "why"),
+    [
+        (512, 512, (32, 64), "one tile an SM"),
+        (1024, 1024, (64, 64), "256 tiles: two on an SM"),
+        (1024, 3072, (64, 64), "six tiles of an SM take turns; of 128 x 256 a quarter of the SMs would have none"),
+        (2048, 2048, (128, 256), "128 tiles, of which each has an SM"),
+        (8192, 8192, (128, 256), "many tiles for each SM: the fewest loads an FMA"),
+    ],
+)
+def test_the_tile_of_exact_fp32_on_hopper(M, N, tile, why):
+    assert matmul_fp32_hopper.best_tile(M, N, 132) == tile, why
+
+
+def resources_of_fp32() -> dict:
+    """By tile and by what lies transposed: the spills of the kernel for Hopper. In the process that compiles."""
+    found = {}
+    for tile in ((128, 256), (64, 128)):
+        matmul_fp32_hopper.best_tile = lambda *_, tile=tile: tile
+        for transposed in ("", "a", "b", "ab"):
+            a, b = (
+                matrix(256, 256, "meta", transposed="a" in transposed),
+                matrix(256, 256, "meta", transposed="b" in transposed),
+            )
+            with compiled.compiling(90) as made:
+                matmul_fp32_hopper.matmul_fp32(a, b)
+            (kernel,) = made.values()
+            found[f"{tile} {transposed}"] = compiled.inspect("matmul", kernel, 90).spills
+    return found
+
+
+def test_exact_fp32_on_hopper_stays_in_registers():
+    found = call_in_compiler("tests.test_course_ops_matmul", "resources_of_fp32")
+    assert len(found) == 8
+    assert not any(found.values()), found
+
+
 def test_inf_and_nan_stay_in_their_row_and_column(dev):
     a, b = torch.randn(16, 40, device=dev), torch.randn(40, 24, device=dev)
     a[1, 39], b[1, 4] = math.inf, math.nan
@@ -216,7 +266,10 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
     if kernel == "hopper":
         assert kernel_for(a, torch.empty_like(b, dtype=torch.bfloat16).t().contiguous().t()).name == kernel
         assert kernel_for(a.float(), b.float()).name == "ieee"
-        monkeypatch.setattr("course_ops.kernels.matmul.fp32_precision", lambda: "tf32")
+        monkeypatch.setattr(matmul_fp32_hopper, "runs_gluon", lambda _: True)
+        assert kernel_for(a.float(), b.float()).name == "fp32_hopper"
+        for module in (portable, matmul_fp32_hopper):
+            monkeypatch.setattr(module, "fp32_precision", lambda: "tf32")
         assert kernel_for(a.float(), b.float()).name == "tma"
         monkeypatch.undo()
         monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)

@@ -793,6 +793,7 @@ def _vocabulary() -> dict[int, Any]:
             "where": lambda which, a, b: torch.where(which, a, b).as_subclass(_Block),
             "join": lambda a, b: torch.stack((a, b), dim=-1).as_subclass(_Block),
             "log2": torch.log2,
+            "dot_fma": lambda a, b, acc: acc + a @ b,
             "cast": lambda value, dtype: value if isinstance(value, int) else value.to(dtype),
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
