@@ -126,12 +126,6 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md"])
-def test_what_a_contributor_needs_first_is_one_page(page):
-    """The rest stands on the kit's page."""
-    assert len((ROOT / page).read_text().splitlines()) <= 72
-
-
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_every_lesson_is_in_its_days_guide(readme):
     for name, _ in discover():
