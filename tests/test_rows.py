@@ -139,6 +139,12 @@ def test_a_peer_has_the_version_of_its_own_package():
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_no_peer_of_pytorch_has_the_version_of_another_package(path):
+    theirs = [row for row in rows.read_all(path) if row.kind == "peer" and row.rung.startswith(rows.OWN_VERSION)]
+    assert not [(row.rung, row.shape, row.peer_version) for row in theirs if row.peer_version]
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_figure_follows_from_the_times(path):
     assert not faults(path)
     assert not doubts(path)
