@@ -157,8 +157,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
     Memory: the result, and copies of a and b, as large as they are. On Hopper a matrix is copied if its rows begin at
-    no multiple of 16 bytes, and in 16 bits at no multiple of 32 if the copy is estimated to save time. Elsewhere b is
-    copied in exact fp32 if it lies transposed.
+    no multiple of 16 bytes. In 16 bits 32 bytes count as well, if the copy is estimated to save time. On other GPUs b
+    is copied in exact fp32 if it lies transposed.
     In fp32 the products are exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both,
     any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.

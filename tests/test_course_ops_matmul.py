@@ -495,7 +495,8 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
             backward()
         finally:
             sys.setprofile(None)
-        assert calls < 170, "functions of Python, each of which costs the host about 0.1 us or more"
+        most = 170 if HAS_REMOTE_ARRIVE else 160  # a cluster's launch asks for more
+        assert calls < most, "functions of Python, each of which costs the host about 0.1 us or more"
 
 
 def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):

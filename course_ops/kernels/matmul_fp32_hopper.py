@@ -36,7 +36,7 @@ from course_ops.kernels._matmul_hopper import as_operand, load_stage, swizzled_t
 BLOCK_K, GROUP = 32, 8  # elements of K in a step: 128 bytes, the widest swizzle; rows of tiles in a group
 FMAS = 128  # of an SM in a cycle
 # Tile: warps along M and N, stages, registers a thread at launch (None: what fits), and the share of the FMAs' rate
-# that 1, 2, ... CTAs of an SM reach together. Shares are fits to 9 shapes on an H200, 512 x 512 x 512 to 4096 x 4096 x
+# that 1, 2, ... CTAs of an SM reach together. Shares are fits to 7 shapes on an H200, 512 x 512 x 512 to 4096 x 4096 x
 # 4096. Registers decide how many CTAs an SM has room for: a CTA has four warps more, of which one is the producer.
 TILES = {
     (128, 256): ((2, 4), 4, None, (0.83,)),

@@ -28,8 +28,8 @@ NO_WHEEL = later("pip finds no wheel of it for this machine")
 SILENT = later("pip says nothing")
 UNTRIED = (NO_ROOM, CONSTRAINED, NO_WHEEL, SILENT)
 FEWER = later(
-    "- A total that is lower than others of its column was tried before checks or kernels were added, or with a Triton "
-    "that lacks what some of them need."
+    "- Some totals are lower than others of their column. These pairs were tried before checks or kernels were added, "
+    "or their Triton lacks what some need."
 )
 EMPTY = later("- An empty cell was not tried.")
 LEFT_OUT = later("- torch {torch} with Triton {triton} was not tried: {why}.")
